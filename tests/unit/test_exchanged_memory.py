@@ -12,24 +12,20 @@ from torch import fx, nn
 
 import cgpass
 import graphpass as gp
-from graphpass.regions.split import partition
+from graphpass import partition
+from tests.unit.models import module
 
 X = (3, 4)
 
 
-class State(nn.Module):
-    """What the programs below read and exchange."""
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.run = forward
-        self.weight = nn.Parameter(torch.randn(4))
-        self.register_buffer("ema", torch.zeros(4))
-        self.register_buffer("book", torch.randn(6, 4))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.run(self, x)
+def exchanging(program: Callable[..., Any], *, dynamic: bool | None = None, **options: Any) -> tuple[Any, Any, Any]:
+    """A compiled model of what the programs below read and exchange, the model, and its eager twin."""
+    torch.manual_seed(0)
+    state = {"weight": nn.Parameter(torch.randn(4)), "ema": torch.zeros(4), "book": torch.randn(6, 4)}
+    model = module(program, **state)
+    options = cgpass.options(**{"compiler": "eager", **options})
+    compiled = torch.compile(model, backend="cgpass", dynamic=dynamic, options=options)
+    return compiled, model, copy.deepcopy(model)
 
 
 def average(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -145,10 +141,8 @@ def assert_equal(call: Callable[..., Any], model: nn.Module, reference: nn.Modul
 )  # fmt: skip
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_memory_is_exchanged_in_each_call(program: Callable[..., Any], options: dict[str, Any]) -> None:
-    model = State(program)
-    reference = copy.deepcopy(model)
-    compiled = torch.compile(model, backend="cgpass", options=cgpass.options(**options))
-    assert_equal(compiled, model, reference, [3] * 9)
+    compiled, *models = exchanging(program, **options)
+    assert_equal(compiled, *models, [3] * 9)
     report = str(gp.runtime_of(compiled).report())
     if program is not swapped:  # where Dynamo ends the graph before the exchange
         assert "exchanged memory" in report
@@ -159,28 +153,18 @@ def test_memory_is_exchanged_in_each_call(program: Callable[..., Any], options: 
 @pytest.mark.parametrize("program", [decay, argument, rows_kept], ids=lambda p: p.__name__)
 def test_no_size_is_padded_where_memory_is_exchanged(program: Callable[..., Any], padding_check: str) -> None:
     """Padded, the exchanged tensor would get padded memory, or the caller's argument none."""
-    model = State(program)
-    reference = copy.deepcopy(model)
-    options = cgpass.options(
-        compiler="eager", dynamic_dims={"x": 0}, padding={"x": 0.0}, padding_check=padding_check, on_fallback="silent"
-    )
-    compiled = torch.compile(model, backend="cgpass", dynamic=True, options=options)
-    assert_equal(compiled, model, reference, [3, 3, 3, 5, 5, 7, 3, 5, 7])
+    padded = {"dynamic_dims": {"x": 0}, "padding": {"x": 0.0}, "on_fallback": "silent"}
+    assert_equal(*exchanging(program, dynamic=True, padding_check=padding_check, **padded), [3, 3, 3, 5, 5, 7, 3, 5, 7])
 
 
 def test_what_exchanges_no_memory_still_replays() -> None:
-    model = State(average)
-    reference = copy.deepcopy(model)
-    compiled = torch.compile(model, backend="cgpass", options=cgpass.options(compiler="eager"))
-    assert_equal(compiled, model, reference, [3] * 9)
+    compiled, *models = exchanging(average)
+    assert_equal(compiled, *models, [3] * 9)
     assert {counts.replayed for counts in gp.runtime_of(compiled).counts().values()} == {8}
 
 
 def test_inductor_compiles_what_is_left() -> None:
-    model = State(decay)
-    reference = copy.deepcopy(model)
-    compiled = torch.compile(model, backend="cgpass")
-    assert_equal(compiled, model, reference, [3] * 9)
+    assert_equal(*exchanging(decay, compiler="inductor"), [3] * 9)
 
 
 def give(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

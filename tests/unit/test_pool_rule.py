@@ -6,6 +6,7 @@ Graphs of one runtime overwrite each other's memory, so one forward of it runs a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +19,9 @@ from torch import nn
 
 import graphpass as gp
 from graphpass import BatchDescriptor, CUDAGraphMode, GraphRuntime
-from graphpass.errors import PoolBusyError
+from graphpass.errors import CaptureError, PoolBusyError
+from tests.unit.compiled import Compiled
+from tests.unit.models import linear
 
 SPLIT = "graphpasstest_pool::between"
 BOTH = ["FULL", "PIECEWISE"]
@@ -41,19 +44,15 @@ class Model(nn.Module):
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
-        torch.manual_seed(seed)
-        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+        self.layers = nn.ModuleList([linear(seed=3 * seed + number) for number in range(3)])
+        self.is_other = seed > 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first, second, third = self.layers
         hidden = torch.ops.graphpasstest_pool.between(first(x).tanh())
         hidden = torch.ops.graphpasstest_pool.between(second(hidden).tanh())
-        return third(hidden) + x
-
-
-class Other(Model):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x).exp().clamp(max=3.0) - 1
+        result = third(hidden) + x
+        return result.exp().clamp(max=3.0) - 1 if self.is_other else result
 
 
 @pytest.fixture
@@ -64,41 +63,40 @@ def in_between() -> Iterator[list[Callable[[], Any]]]:
     BETWEEN.clear()
 
 
-def forward(compiled: Callable[..., Any], mode: str, x: torch.Tensor) -> torch.Tensor:
-    """One forward, in a context of its own."""
-    descriptor = BatchDescriptor(x.shape[0])
-    with torch.no_grad(), gp.set_forward_context(runtime_mode=CUDAGraphMode[mode], batch_descriptor=descriptor):
-        result: torch.Tensor = compiled(x)
-        return result
-
-
-def compiled_with(model: nn.Module, runtime: GraphRuntime, sizes: tuple[int, ...] = (4, 2), **options: Any) -> Any:
-    """``model`` with every key captured."""
-    options = {"compiler": "eager", "splitting_ops": [SPLIT], "runtime": runtime, **options}
-    compiled = torch.compile(model, backend="cgpass", dynamic=True, options=options)
-    with runtime.capturing():
-        for mode, size in itertools.product(BOTH, sizes):
-            forward(compiled, mode, torch.randn(size, 6))
-    return compiled
-
-
-def agrees(compiled: Callable[..., Any], model: nn.Module, mode: str, size: int = 4) -> None:
-    x = torch.randn(size, 6)
-    found = forward(compiled, mode, x)
-    with torch.no_grad():
-        expected = reference(model, x)
-    torch.testing.assert_close(found, expected)
-
-
-def reference(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The model's result without what a test put in between."""
+@contextlib.contextmanager
+def nothing_between() -> Iterator[None]:
     actions = BETWEEN[:]
     BETWEEN.clear()
     try:
-        expected: torch.Tensor = model(x)
+        yield
     finally:
         BETWEEN[:] = actions
-    return expected
+
+
+class Captured(Compiled):
+    """A model with every key captured."""
+
+    def __init__(self, runtime: GraphRuntime, seed: int = 0, sizes: tuple[int, ...] = (4, 2), **options: Any) -> None:
+        super().__init__(runtime, Model(seed).eval(), splitting_ops=[SPLIT], **options)
+        self.capture(sizes=sizes)
+
+    def forward(self, mode: str, x: torch.Tensor, **given: Any) -> Any:
+        """One forward, in a context of its own."""
+        return self.at(mode, x.shape[0], x, **given)
+
+    def agrees(self, mode: str, size: int = 4, **given: Any) -> None:
+        x = torch.randn(size, 6)
+        torch.testing.assert_close(self.forward(mode, x, **given), self.reference(x))
+
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        """The model's result without what a test put in between."""
+        with nothing_between(), torch.no_grad():
+            expected: torch.Tensor = self.model(x)
+        return expected
+
+
+def pair(rt: GraphRuntime, **options: Any) -> list[Captured]:
+    return [Captured(rt, seed, **options) for seed in (0, 1)]
 
 
 # -- threads and tasks
@@ -108,40 +106,33 @@ def reference(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def test_threads_with_contexts_of_their_own(
     rt: GraphRuntime, in_between: list[Callable[[], Any]], compiler: str
 ) -> None:
-    model = Model().eval()
-    compiled = compiled_with(model, rt, compiler=compiler)
+    fast = Captured(rt, compiler=compiler)
     inputs = {(thread, step): torch.randn(4 - 2 * (step % 2), 6) for thread in range(4) for step in range(20)}
-    with torch.no_grad():
-        expected = {key: model(x) for key, x in inputs.items()}
-    before = rt.stats().captured
+    expected = {key: fast.reference(x) for key, x in inputs.items()}
+    before = fast.captured
     order: list[int] = []
     in_between.append(lambda: order.append(threading.get_ident()))
 
     def work(thread: int) -> None:
         for step in range(20):
-            mode = BOTH[(thread + step // 2) % 2]
-            found = forward(compiled, mode, inputs[thread, step])
+            found = fast.forward(BOTH[(thread + step // 2) % 2], inputs[thread, step])
             torch.testing.assert_close(found, expected[thread, step])
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(work, range(4), timeout=WAIT_S))
     assert order[::2] == order[1::2], "a forward of another thread ran in the middle of one"
     assert len(order) == 2 * 40, "PIECEWISE runs the op's Python twice, FULL never"
-    assert rt.stats().captured == before
+    assert fast.captured == before
 
 
 def test_one_thread_captures_while_another_replays(rt: GraphRuntime) -> None:
-    model, other = Model().eval(), Other(1).eval()
-    compiled = compiled_with(model, rt, sizes=(4,))
-    captured_late = torch.compile(
-        other, backend="cgpass", dynamic=True, options={"compiler": "eager", "splitting_ops": [SPLIT], "runtime": rt}
-    )
+    fast, late = Captured(rt, sizes=(4,)), Captured(rt, 1, sizes=())
     done = threading.Event()
 
     def replay() -> int:
         steps = 0
         while not done.is_set() or steps < 10:
-            agrees(compiled, model, BOTH[steps % 2])
+            fast.agrees(BOTH[steps % 2])
             steps += 1
         return steps
 
@@ -150,29 +141,25 @@ def test_one_thread_captures_while_another_replays(rt: GraphRuntime) -> None:
         try:
             with rt.capturing():
                 for mode, size in itertools.product(BOTH, (4, 2)):
-                    agrees(captured_late, other, mode, size)
+                    late.agrees(mode, size)
         finally:
             done.set()
         assert replays.result(WAIT_S) >= 10
     for mode, size in itertools.product(BOTH, (4, 2)):
-        agrees(captured_late, other, mode, size)
+        late.agrees(mode, size)
 
 
 def test_tasks_with_contexts_of_their_own(rt: GraphRuntime) -> None:
-    model = Model().eval()
-    compiled = compiled_with(model, rt)
+    fast = Captured(rt)
 
     async def request(number: int) -> None:
         x = torch.randn(4 if number % 3 else 2, 6)
-        mode = CUDAGraphMode[BOTH[number % 2]]
-        with torch.no_grad():
-            expected = model(x)
+        mode, expected = CUDAGraphMode[BOTH[number % 2]], fast.reference(x)
         with gp.set_forward_context(runtime_mode=mode, batch_descriptor=BatchDescriptor(x.shape[0])) as context:
             for _ in range(3):
                 await asyncio.sleep(0)  # other tasks set their contexts meanwhile
                 assert gp.get_forward_context() is context
-                with torch.no_grad():
-                    torch.testing.assert_close(compiled(x), expected)
+                torch.testing.assert_close(fast(x), expected)
         assert not gp.is_forward_context_available()
 
     async def all_requests() -> None:
@@ -187,21 +174,14 @@ def test_tasks_with_contexts_of_their_own(rt: GraphRuntime) -> None:
 @pytest.mark.parametrize("mode", BOTH)
 def test_threads_that_inherit_one_context(rt: GraphRuntime, mode: str) -> None:
     """``asyncio.to_thread`` hands the caller's context on: two threads then take turns under one and the same."""
-    model = Model().eval()
-    compiled = compiled_with(model, rt)
-
-    def call(x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            result: torch.Tensor = compiled(x)
-            return result
+    fast = Captured(rt)
 
     async def both() -> None:
         inputs = [torch.randn(4, 6) for _ in range(16)]
         with gp.set_forward_context(runtime_mode=CUDAGraphMode[mode], batch_descriptor=BatchDescriptor(4)):
-            found = await asyncio.gather(*(asyncio.to_thread(call, x) for x in inputs))
-        with torch.no_grad():
-            for x, result in zip(inputs, found, strict=True):
-                torch.testing.assert_close(result, model(x))
+            found = await asyncio.gather(*(asyncio.to_thread(fast, x) for x in inputs))
+        for x, result in zip(inputs, found, strict=True):
+            torch.testing.assert_close(result, fast.reference(x))
 
     asyncio.run(both())
 
@@ -211,68 +191,57 @@ def test_threads_that_inherit_one_context(rt: GraphRuntime, mode: str) -> None:
 
 @pytest.mark.parametrize("outputs", ["clone", "view"])
 def test_two_models_in_one_runtime(rt: GraphRuntime, outputs: str) -> None:
-    models = [Model().eval(), Other(1).eval()]
-    compiled = [compiled_with(model, rt, outputs=outputs) for model in models]
+    first, second = both = pair(rt, outputs=outputs)
     for step in range(12):
-        which, mode, size = step % 2, BOTH[step // 2 % 2], (4, 2)[step // 4 % 2]
-        agrees(compiled[which], models[which], mode, size)
+        both[step % 2].agrees(BOTH[step // 2 % 2], (4, 2)[step // 4 % 2])
     x = torch.randn(4, 6)
     for mode, other_mode in itertools.product(BOTH, BOTH):
-        found = forward(compiled[0], mode, x)
+        found = first.forward(mode, x)
         kept = found.clone()
-        forward(compiled[1], other_mode, x)
+        second.forward(other_mode, x)
         assert torch.equal(found, kept) == (outputs == "clone"), "one model's replay overwrites the other's views"
 
 
 @pytest.mark.parametrize("mode", BOTH)
 def test_a_view_reshaped_in_place_is_the_callers_alone(rt: GraphRuntime, mode: str) -> None:
     """Views of pool memory are objects of their own each time, though the memory is one."""
-    model = Model().eval()
-    compiled = compiled_with(model, rt, outputs="view")
+    fast = Captured(rt, outputs="view")
     for reshape in (torch.Tensor.t_, lambda y: y.unsqueeze_(0), lambda y: y.resize_(2, 3)):
-        reshape(forward(compiled, mode, torch.randn(4, 6)))
-        agrees(compiled, model, mode)
+        reshape(fast.forward(mode, torch.randn(4, 6)))
+        fast.agrees(mode)
 
 
 def test_one_models_result_is_the_others_input(rt: GraphRuntime) -> None:
-    models = [Model().eval(), Other(1).eval()]
-    compiled = [compiled_with(model, rt, outputs="view") for model in models]
+    both = pair(rt, outputs="view")
     for modes in itertools.product(BOTH, BOTH):
-        x = torch.randn(4, 6)
-        hidden, expected = x, x
-        for which, mode in zip((0, 1, 0, 1), modes * 2, strict=True):
-            hidden = forward(compiled[which], mode, hidden)
-            with torch.no_grad():
-                expected = models[which](expected)
+        hidden = expected = torch.randn(4, 6)
+        for fast, mode in zip(both * 2, modes * 2, strict=True):
+            hidden, expected = fast.forward(mode, hidden), fast.reference(expected)
         torch.testing.assert_close(hidden, expected)
 
 
 @pytest.mark.parametrize("mode", BOTH)
 def test_one_model_in_two_runtimes(rt: GraphRuntime, in_between: list[Callable[[], Any]], mode: str) -> None:
-    model = Model().eval()
     with GraphRuntime() as second:
-        compiled = [compiled_with(model, runtime) for runtime in (rt, second)]
-        found = [forward(fast, mode, torch.ones(4, 6)) for fast in compiled]
-        assert torch.equal(*found)
-        for fast in compiled:
-            agrees(fast, model, mode)
-        assert [runtime.stats().callables for runtime in (rt, second)] == [1, 1]
+        both = [Captured(runtime) for runtime in (rt, second)]
+        assert torch.equal(*(fast.forward(mode, torch.ones(4, 6)) for fast in both))
+        for fast in both:
+            fast.agrees(mode)
+        assert [fast.rt.stats().callables for fast in both] == [1, 1]
         # Each waits in the middle of its forward for the other: pools of their own do not wait.
         if mode == "PIECEWISE":
             together = threading.Barrier(2)
             in_between.append(lambda: together.wait(WAIT_S))
         with ThreadPoolExecutor(2) as threads:
             x = torch.randn(4, 6)
-            results = [threads.submit(forward, fast, mode, x) for fast in compiled]
+            results = [threads.submit(fast.forward, mode, x) for fast in both]
             expected = [result.result(WAIT_S) for result in results]
         torch.testing.assert_close(*expected)
-        in_between.clear()
-        with torch.no_grad():
-            torch.testing.assert_close(expected[0], model(x))
+        torch.testing.assert_close(expected[0], both[0].reference(x))
 
 
 def test_two_graphed_models_in_one_runtime(rt: GraphRuntime) -> None:
-    models = [Model().eval(), Other(1).eval()]
+    models = [Model().eval(), Model(1).eval()]
     options = {"runtime": rt, "compiler": "eager", "padding_check": "declared"}  # nobody vouches for the op
     fast = [gp.graphed(model, [2, 4], {"x": 0}, **options) for model in models]
     for graphed in fast:
@@ -296,61 +265,53 @@ def test_two_graphed_models_in_one_runtime(rt: GraphRuntime) -> None:
 def test_a_model_inside_a_model_of_the_same_runtime_is_refused(
     rt: GraphRuntime, in_between: list[Callable[[], Any]], inner_mode: str
 ) -> None:
-    outer, inner = Model().eval(), Other(1).eval()
-    compiled_outer, compiled_inner = (compiled_with(model, rt) for model in (outer, inner))
+    outer, inner = pair(rt)
 
     def call_inner() -> None:
         in_between.clear()
-        forward(compiled_inner, inner_mode, torch.ones(4, 6))
+        inner.forward(inner_mode, torch.ones(4, 6))
 
     for _ in range(2):
         in_between.append(call_inner)
         with pytest.raises(PoolBusyError, match="GraphRuntime of its own"):
-            forward(compiled_outer, "PIECEWISE", torch.ones(4, 6))
+            outer.forward("PIECEWISE", torch.ones(4, 6))
         for mode in BOTH:
-            agrees(compiled_outer, outer, mode)
-            agrees(compiled_inner, inner, mode)
+            outer.agrees(mode)
+            inner.agrees(mode)
 
 
 @pytest.mark.parametrize("inner_mode", ["NONE", *BOTH])
 def test_a_model_inside_a_model_of_another_runtime(
     rt: GraphRuntime, in_between: list[Callable[[], Any]], inner_mode: str
 ) -> None:
-    outer, inner = Model().eval(), Other(1).eval()
     with GraphRuntime() as own:
-        compiled_outer, compiled_inner = compiled_with(outer, rt), compiled_with(inner, own)
+        outer, inner = Captured(rt), Captured(own, 1)
         found: list[torch.Tensor] = []
 
         def call_inner() -> None:
-            actions = in_between[:]
-            in_between.clear()
-            found.append(forward(compiled_inner, inner_mode, torch.full((4, 6), float(len(found)))))
-            in_between[:] = actions
+            with nothing_between():
+                found.append(inner.forward(inner_mode, torch.full((4, 6), float(len(found)))))
 
         for _ in range(3):
-            in_between.append(call_inner)
-            agrees(compiled_outer, outer, "PIECEWISE")
+            in_between[:] = [call_inner]
+            outer.agrees("PIECEWISE")
             in_between.clear()
         assert len(found) == 6
-        with torch.no_grad():
-            for number, result in enumerate(found):
-                torch.testing.assert_close(result, inner(torch.full((4, 6), float(number))))
+        for number, result in enumerate(found):
+            torch.testing.assert_close(result, inner.reference(torch.full((4, 6), float(number))))
 
 
 def test_without_a_graph_a_model_of_the_same_runtime_may_run_inside(
     rt: GraphRuntime, in_between: list[Callable[[], Any]]
 ) -> None:
-    outer, inner = Model().eval(), Other(1).eval()
-    compiled_outer, compiled_inner = (compiled_with(model, rt) for model in (outer, inner))
+    outer, inner = pair(rt)
 
     def call_inner() -> None:
-        actions = in_between[:]
-        in_between.clear()
-        agrees(compiled_inner, inner, "NONE")
-        in_between[:] = actions
+        with nothing_between():
+            inner.agrees("NONE")
 
     in_between.append(call_inner)
-    agrees(compiled_outer, outer, "PIECEWISE")
+    outer.agrees("PIECEWISE")
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -358,8 +319,7 @@ def test_without_a_graph_a_model_of_the_same_runtime_may_run_inside(
 def test_an_error_in_the_middle_of_a_forward_leaves_the_pool_free(
     rt: GraphRuntime, in_between: list[Callable[[], Any]], error: type[BaseException], call_number: int
 ) -> None:
-    model = Model().eval()
-    compiled = compiled_with(model, rt)
+    fast = Captured(rt)
     calls = itertools.count(1)
 
     def fail() -> None:
@@ -368,34 +328,35 @@ def test_an_error_in_the_middle_of_a_forward_leaves_the_pool_free(
 
     in_between.append(fail)
     with pytest.raises(error, match="in the middle"):
-        forward(compiled, "PIECEWISE", torch.ones(4, 6))
+        fast.forward("PIECEWISE", torch.ones(4, 6))
     in_between.clear()
-    before = rt.stats().captured
+    before = fast.captured
     for mode in BOTH:
-        agrees(compiled, model, mode)
-        with ThreadPoolExecutor(1) as threads:
-            threads.submit(agrees, compiled, model, mode).result(WAIT_S)
-    assert rt.stats().captured == before
+        fast.agrees(mode)
+        in_a_thread(fast.agrees, mode)
+    assert fast.captured == before
+
+
+def in_a_thread(call: Callable[..., Any], *args: Any) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(call, *args).result(WAIT_S)
 
 
 @pytest.mark.parametrize("mode", BOTH)
 def test_an_error_in_the_middle_of_a_capture_leaves_the_pool_free(
     rt: GraphRuntime, in_between: list[Callable[[], Any]], mode: str
 ) -> None:
-    model = Model().eval()
-    compiled = compiled_with(model, rt)
+    fast = Captured(rt)
 
     def fail() -> None:
         raise ValueError("in the middle of a capture")
 
     in_between.append(fail)
-    with rt.capturing(), pytest.raises((ValueError, gp.errors.CaptureError), match="in the middle"):
-        forward(compiled, mode, torch.randn(3, 6))
+    with pytest.raises((ValueError, CaptureError), match="in the middle"):
+        fast.forward(mode, torch.randn(3, 6), capture=True)
     in_between.clear()
     for size in (4, 2):
-        agrees(compiled, model, mode, size)
-    with ThreadPoolExecutor(1) as threads:
-        threads.submit(agrees, compiled, model, mode).result(WAIT_S)
-    with rt.capturing():
-        agrees(compiled, model, mode, 3)
-    agrees(compiled, model, mode, 3)
+        fast.agrees(mode, size)
+    in_a_thread(fast.agrees, mode)
+    fast.agrees(mode, 3, capture=True)
+    fast.agrees(mode, 3)

@@ -12,9 +12,11 @@ import cgpass
 import graphpass as gp
 from graphpass.compile.once import WrittenInputs
 from graphpass.errors import CaptureError, StaticInputError
+from tests.unit.models import module
 
 KEY = gp.BatchDescriptor(4)
-MODES = ("NONE", "PIECEWISE", "FULL")
+MODES = pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL"])
+COMPILERS = pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 
 
 def compiled(model: Any, rt: gp.GraphRuntime, compiler: str = "eager", *, dynamic: bool = True, **options: Any) -> Any:
@@ -40,23 +42,26 @@ def agree_in_turn(model: Any, fast: Any, mode: str, calls: list[Callable[[], tup
             torch.testing.assert_close(one, other, msg=lambda text, number=number: f"call {number}: {text}")
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@COMPILERS
 @pytest.mark.parametrize("writes", [False, True])
-def test_a_view_of_an_input_between_regions_is_read_in_each_replay(compiler: str, writes: bool) -> None:
+def test_a_view_of_an_input_between_regions_is_read_in_each_replay(
+    compiler: str, writes: bool, rt: gp.GraphRuntime
+) -> None:
     def model(x: torch.Tensor, y: torch.Tensor) -> Any:
         t = y + 1
         v = x[1:]
         s = t.sigmoid()
         return (v.mul_(2) if writes else v * 2), s
 
-    with gp.GraphRuntime() as rt:
-        fast = compiled(model, rt, compiler, splitting_ops=["aten::sigmoid"])
-        agree_in_turn(model, fast, "PIECEWISE", [lambda: (torch.randn(5, 3), torch.randn(4))] * 3)
+    fast = compiled(model, rt, compiler, splitting_ops=["aten::sigmoid"])
+    agree_in_turn(model, fast, "PIECEWISE", [lambda: (torch.randn(5, 3), torch.randn(4))] * 3)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@MODES
 @pytest.mark.parametrize("writes", [False, True])
-def test_inputs_that_share_memory_at_other_strides_have_a_graph_of_their_own(mode: str, writes: bool) -> None:
+def test_inputs_that_share_memory_at_other_strides_have_a_graph_of_their_own(
+    mode: str, writes: bool, rt: gp.GraphRuntime
+) -> None:
     def model(x: torch.Tensor, y: torch.Tensor) -> Any:
         return (x.add_(1) if writes else x + 1), y * 2
 
@@ -68,12 +73,11 @@ def test_inputs_that_share_memory_at_other_strides_have_a_graph_of_their_own(mod
         return make
 
     calls = [strided(2, 3), strided(3, 3), strided(3, 6), strided(4, 6), strided(2, 3)]
-    with gp.GraphRuntime() as rt:
-        agree_in_turn(model, compiled(model, rt), mode, calls)
+    agree_in_turn(model, compiled(model, rt), mode, calls)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_rows_of_a_strided_matrix_overlap(mode: str) -> None:
+@MODES
+def test_rows_of_a_strided_matrix_overlap(mode: str, rt: gp.GraphRuntime) -> None:
     """torch takes these for apart, so that AOTAutograd loses one of the writes."""
 
     def model(y: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -83,9 +87,8 @@ def test_rows_of_a_strided_matrix_overlap(mode: str) -> None:
         y.mul_(0.7)
         return result
 
-    with gp.GraphRuntime() as rt:
-        fast = compiled(model, rt, "aot_eager", dynamic=False, splitting_ops=["aten::mean"])
-        agree_in_turn(model, fast, mode, [lambda: (torch.randn(8, 4)[::2], torch.randn(3))] * 2)
+    fast = compiled(model, rt, "aot_eager", dynamic=False, splitting_ops=["aten::mean"])
+    agree_in_turn(model, fast, mode, [lambda: (torch.randn(8, 4)[::2], torch.randn(3))] * 2)
 
 
 @pytest.mark.parametrize(
@@ -114,18 +117,16 @@ def test_views_of_two_storages_over_one_memory_overlap() -> None:
 
 
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
-def test_a_view_output_fed_back_into_an_input_that_is_written(mode: str) -> None:
+def test_a_view_output_fed_back_into_an_input_that_is_written(mode: str, rt: gp.GraphRuntime) -> None:
     def model(y: torch.Tensor) -> torch.Tensor:
         y.mul_(0.5)
         return y + 1
 
-    with gp.GraphRuntime() as rt:
-        fast = compiled(model, rt, outputs="view")
-        found = expected = torch.randn(4)
-        expected = expected.clone()
-        for _ in range(4):
-            found, expected = run(fast, mode, found), model(expected)
-            torch.testing.assert_close(found, expected)
+    fast, found = compiled(model, rt, outputs="view"), torch.randn(4)
+    expected = found.clone()
+    for _ in range(4):
+        found, expected = run(fast, mode, found), model(expected)
+        torch.testing.assert_close(found, expected)
 
 
 STRIDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -134,98 +135,89 @@ STRIDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@COMPILERS
 @pytest.mark.parametrize("strided", STRIDED.values(), ids=STRIDED)
 def test_as_strided_of_an_input_reads_the_callers_memory(
-    strided: Callable[[torch.Tensor], torch.Tensor], compiler: str
+    strided: Callable[[torch.Tensor], torch.Tensor], compiler: str, rt: gp.GraphRuntime
 ) -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         return strided(x)
 
     calls = [lambda: (torch.randn(16, 4)[1:3],)] * 3
-    with gp.GraphRuntime() as rt:
-        fast = compiled(model, rt, compiler, dynamic=False)
-        agree_in_turn(model, fast, "PIECEWISE", calls)
-        with pytest.raises(CaptureError, match="beyond an input"):
-            run(fast, "FULL", torch.randn(16, 4)[1:3])
+    fast = compiled(model, rt, compiler, dynamic=False)
+    agree_in_turn(model, fast, "PIECEWISE", calls)
+    with pytest.raises(CaptureError, match="beyond an input"):
+        run(fast, "FULL", torch.randn(16, 4)[1:3])
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-@pytest.mark.parametrize("mode", MODES)
+@COMPILERS
+@MODES
 @pytest.mark.parametrize("splits", [["aten::sin", "aten::slice"], ["aten::cos"]], ids=["eager", "captured"])
 @pytest.mark.parametrize("strided", STRIDED.values(), ids=STRIDED)
 def test_as_strided_of_what_an_earlier_region_hands_over(
-    strided: Callable[[torch.Tensor], torch.Tensor], splits: list[str], mode: str, compiler: str
+    strided: Callable[[torch.Tensor], torch.Tensor], splits: list[str], mode: str, compiler: str, rt: gp.GraphRuntime
 ) -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         rows = x.sin()[1:]
         mean = x.cos().mean()
         return strided(rows) + mean
 
-    with gp.GraphRuntime() as rt:
-        fast = compiled(model, rt, compiler, dynamic=False, splitting_ops=splits)
-        agree_in_turn(model, fast, mode, [lambda: (torch.randn(8, 4),)] * 3)
-        assert mode == "NONE" or rt.stats().replayed
+    fast = compiled(model, rt, compiler, dynamic=False, splitting_ops=splits)
+    agree_in_turn(model, fast, mode, [lambda: (torch.randn(8, 4),)] * 3)
+    assert mode == "NONE" or rt.stats().replayed
 
 
-def test_what_an_eager_region_flattens_may_be_written_between() -> None:
+def test_what_an_eager_region_flattens_may_be_written_between(rt: gp.GraphRuntime) -> None:
     def model(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         v = y.flatten()
         t = x.tanh()
         y.copy_(v.mean())
         return t
 
-    with gp.GraphRuntime() as rt:
-        fast = compiled(model, rt, splitting_ops=["aten::flatten"])
-        agree_in_turn(model, fast, "PIECEWISE", [lambda: (torch.randn(4), torch.randn(3, 2))] * 3)
+    fast = compiled(model, rt, splitting_ops=["aten::flatten"])
+    agree_in_turn(model, fast, "PIECEWISE", [lambda: (torch.randn(4), torch.randn(3, 2))] * 3)
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_sizes_compiled_apart_take_views_at_any_offset(compiler: str) -> None:
+def test_sizes_compiled_apart_take_views_at_any_offset(compiler: str, rt: gp.GraphRuntime) -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         return x * 2 + 1
 
+    fast = compiled(model, rt, compiler, compile_sizes=[4], dynamic_dims={"x": 0})
     calls = [lambda: (torch.randn(64)[8:12],), lambda: (torch.randn(64)[20:24],), lambda: (torch.randn(9),)]
-    with gp.GraphRuntime() as rt:
-        fast = compiled(model, rt, compiler, compile_sizes=[4], dynamic_dims={"x": 0})
-        agree_in_turn(model, fast, "NONE", calls)
+    agree_in_turn(model, fast, "NONE", calls)
 
 
-def test_an_argument_that_moves_through_a_static_buffer_is_refused_in_the_end() -> None:
-    class Cached(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("cache", torch.randn(64))
-
-        def forward(self, x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return x + v + self.cache[:4]
-
-    model = Cached()
-    with gp.GraphRuntime() as rt:
-        fast = compiled(model, rt)
-        views = [model.cache[2 * i + 2 : 2 * i + 6] for i in range(5)]
-        for v in (*views[:4], *views[:4]):
-            torch.testing.assert_close(run(fast, "FULL", torch.ones(4), v), model(torch.ones(4), v))
-        with pytest.raises(StaticInputError, match=r"'v' .* keeps moving inside a static input"):
-            run(fast, "FULL", torch.ones(4), views[4])
-        assert rt.stats().captured == 4
+def test_an_argument_that_moves_through_a_static_buffer_is_refused_in_the_end(rt: gp.GraphRuntime) -> None:
+    model: Any = module(lambda self, x, v: x + v + self.cache[:4], cache=torch.randn(64))
+    fast = compiled(model, rt)
+    views = [model.cache[2 * i + 2 : 2 * i + 6] for i in range(5)]
+    for v in (*views[:4], *views[:4]):
+        torch.testing.assert_close(run(fast, "FULL", torch.ones(4), v), model(torch.ones(4), v))
+    with pytest.raises(StaticInputError, match=r"'v' .* keeps moving inside a static input"):
+        run(fast, "FULL", torch.ones(4), views[4])
+    assert rt.stats().captured == 4
 
 
-UNPADDED: list[tuple[str, Any, Any, Any]] = [
-    ("a mean times zero", lambda x, c: x * c.mean(), torch.zeros(6, 3), torch.randn(6)),
-    ("a mean that is not chosen", lambda x, c: torch.where(x > 9, x * c.mean(), x), torch.zeros(6, 3), torch.randn(6)),
-    ("all of a mask", lambda x, c: x * c.all(), torch.ones(6, 3), torch.zeros(6, dtype=torch.bool)),
-    ("a maximum", lambda x, c: x * c.amax(), torch.ones(6, 3), torch.full((6,), 7)),
-    ("a comparison", lambda x, c: x + (c > 100).float().mean(), torch.ones(6, 3), torch.randn(6)),
-    ("its own length", lambda x, c: x * c[torch.arange(x.shape[0]).clamp(max=c.shape[0] - 1)][:, None],
-     torch.ones(6, 3), torch.randn(6)),
-]  # fmt: skip
+UNPADDED: dict[str, tuple[Any, Any, Any]] = {
+    "a mean times zero": (lambda x, c: x * c.mean(), torch.zeros(6, 3), torch.randn(6)),
+    "a mean that is not chosen": (
+        lambda x, c: torch.where(x > 9, x * c.mean(), x), torch.zeros(6, 3), torch.randn(6)
+    ),
+    "all of a mask": (lambda x, c: x * c.all(), torch.ones(6, 3), torch.zeros(6, dtype=torch.bool)),
+    "a maximum": (lambda x, c: x * c.amax(), torch.ones(6, 3), torch.full((6,), 7)),
+    "a comparison": (lambda x, c: x + (c > 100).float().mean(), torch.ones(6, 3), torch.randn(6)),
+    "its own length": (
+        lambda x, c: x * c[torch.arange(x.shape[0]).clamp(max=c.shape[0] - 1)][:, None],
+        torch.ones(6, 3),
+        torch.randn(6),
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("model", "first", "other"), [case[1:] for case in UNPADDED], ids=[case[0] for case in UNPADDED]
-)
-def test_sizes_whose_padding_matters_only_for_later_data_are_not_padded(model: Any, first: Any, other: Any) -> None:
+@pytest.mark.parametrize("name", UNPADDED)
+def test_sizes_whose_padding_matters_only_for_later_data_are_not_padded(name: str) -> None:
+    model, first, other = UNPADDED[name]
     fast = gp.graphed(model, [4, 8, 16], {"x": 0}, compiler="eager")
     fast.capture(first, other)
     for x in (first, torch.full((6, 3), 10.0)):

@@ -19,11 +19,13 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
 import graphpass as gp
-from graphpass import BatchDescriptor, GraphRuntime
+from graphpass import GraphRuntime
 from graphpass.errors import CaptureError, StaticInputError
+from tests.unit.compiled import Compiled
+from tests.unit.models import module
 
 MIX = "graphpasstest_weights::mix"
-WAYS = ["FULL", "PIECEWISE", "graphed"]
+WAYS = pytest.mark.parametrize("way", ["FULL", "PIECEWISE", "graphed"])
 Call = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -35,64 +37,36 @@ def mix(x: torch.Tensor) -> torch.Tensor:
 mix.register_fake(torch.empty_like)
 
 
-class Model(nn.Module):
+def two_regions(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Two regions around a splitting op; the last reads a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(6, 6)
-        self.second = nn.Linear(6, 6)
-        self.register_buffer("scale", torch.randn(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.ops.graphpasstest_weights.mix(self.first(x))) * self.scale
+    return self.second(torch.ops.graphpasstest_weights.mix(self.first(x))) * self.scale
 
 
-class Tied(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.second.weight = self.first.weight
-
-
-class Lora(Model):
+def lora(self: Any, x: torch.Tensor) -> torch.Tensor:
     """A low-rank update beside the first weight, or merged into it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.Parameter(torch.randn(2, 6))
-        self.up = nn.Parameter(torch.randn(6, 2))
-        self.merged = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        update = 0 if self.merged else x @ self.down.t() @ self.up.t()
-        return super().forward(x + update)
-
-    def merge(self, sign: int = 1) -> None:
-        self.first.weight.data.add_(self.first.weight.data @ self.up.data @ self.down.data, alpha=sign)
-        self.merged = sign > 0
-
-    def unmerge(self) -> None:
-        inverse = torch.linalg.inv(torch.eye(6) + self.up.data @ self.down.data)
-        self.first.weight.data.copy_(self.first.weight.data @ inverse)
-        self.merged = False
+    update = 0 if self.merged else x @ self.down.t() @ self.up.t()
+    return two_regions(self, x + update)
 
 
-class Quantized(Model):
+def quantized(self: Any, x: torch.Tensor) -> torch.Tensor:
     """int8 weights with a scale for each row, as buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("packed", torch.randint(-127, 127, (6, 6), dtype=torch.int8))
-        self.register_buffer("steps", torch.rand(6, 1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(nn.functional.linear(x, self.packed.to(x.dtype) * self.steps))
+    return two_regions(self, nn.functional.linear(x, self.packed.to(x.dtype) * self.steps))
 
 
-class Doubled(nn.Module):
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight * 2
+def of_regions(forward: Callable[..., Any] = two_regions, **parts: Any) -> Any:
+    torch.manual_seed(0)
+    given = {"first": nn.Linear(6, 6), "second": nn.Linear(6, 6), "scale": torch.randn(6), **parts}
+    return module(forward, **given).eval()
+
+
+def tied() -> Any:
+    model = of_regions()
+    model.second.weight = model.first.weight
+    return model
+
+
+def int8() -> torch.Tensor:
+    return torch.randint(-127, 127, (6, 6), dtype=torch.int8)
 
 
 def graphs_of(model: nn.Module, way: str, rt: GraphRuntime, compiler: str = "eager", **options: Any) -> Call:
@@ -103,29 +77,22 @@ def graphs_of(model: nn.Module, way: str, rt: GraphRuntime, compiler: str = "eag
     """
     options = {"compiler": compiler, "splitting_ops": [MIX], **options}
     if way == "graphed":
-        fast = gp.graphed(model, [4], {"x": 0}, runtime=rt, **options)
-        fast.capture(torch.randn(4, 6))
-        return fast
-    compiled = torch.compile(model, backend="cgpass", dynamic=True, options={**options, "runtime": rt})
-
-    def call(x: torch.Tensor) -> torch.Tensor:
-        context = gp.set_forward_context(runtime_mode=gp.CUDAGraphMode[way], batch_descriptor=BatchDescriptor(4))
-        with torch.no_grad(), context:
-            return compiled(x)
+        graphed = gp.graphed(model, [4], {"x": 0}, runtime=rt, **options)
+        graphed.capture(torch.randn(4, 6))
+        return graphed
+    fast = Compiled(rt, model, **options)
 
     def call_or_capture(x: torch.Tensor) -> torch.Tensor:
         try:
-            return call(x)
-        except (CaptureError, gp.errors.StaticInputError) as error:
+            return fast.at(way, 4, x)
+        except (CaptureError, StaticInputError) as error:
             if options.get("on_moved_input") == "error":
                 raise
             if isinstance(error, CaptureError) and "capture is closed" not in str(error):
                 raise
-            with rt.capturing():
-                return call(x)
+            return fast.at(way, 4, x, capture=True)
 
-    with rt.capturing():
-        call(torch.randn(4, 6))
+    fast.capture(way)
     return call_or_capture
 
 
@@ -146,15 +113,15 @@ def captured_and_live(rt: GraphRuntime) -> tuple[int, int]:
 # -- what happens to weights
 
 
-def load(model: Model, *, assign: bool = False) -> None:
+def load(model: nn.Module, *, assign: bool = False) -> None:
     model.load_state_dict({name: torch.randn_like(t) for name, t in model.state_dict().items()}, assign=assign)
 
 
-def swap_two_weights(model: Model) -> None:
+def swap_two_weights(model: Any) -> None:
     model.first.weight, model.second.weight = model.second.weight, model.first.weight
 
 
-def free_and_allocate(model: Model) -> None:
+def free_and_allocate(model: Any) -> None:
     """As sharding and offloading do: the parameter stays, its memory goes and comes back elsewhere."""
     storage = model.first.weight.untyped_storage()
     num_bytes = storage.nbytes()
@@ -164,13 +131,13 @@ def free_and_allocate(model: Model) -> None:
     model.first.weight.data.copy_(in_its_place[-1])
 
 
-def offload(model: Model) -> None:
+def offload(model: Any) -> None:
     kept = model.first.weight.data.clone()
     model.first.weight.data = torch.empty(0)
     model.first.weight.data = kept
 
 
-def swap_tensors(model: Model) -> None:
+def swap_tensors(model: Any) -> None:
     torch.utils.swap_tensors(model.first.weight, nn.Parameter(torch.randn(6, 6)))
     torch.utils.swap_tensors(model.scale, torch.randn(6))
 
@@ -206,10 +173,10 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@WAYS
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_seen_each_time(way: str, change: str, rt: GraphRuntime) -> None:
-    model = Model().eval()
+    model = of_regions()
     fast = graphs_of(model, way, rt)
     agrees(fast, model)
     for _ in range(3):
@@ -217,20 +184,20 @@ def test_a_change_is_seen_each_time(way: str, change: str, rt: GraphRuntime) -> 
         agrees(fast, model)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@WAYS
 @pytest.mark.parametrize("change", ["load_assigned", "free_and_allocate"])
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.soak)])
 def test_compiled_regions_see_it_too(way: str, change: str, compiler: str, rt: GraphRuntime) -> None:
-    model = Model().eval()
+    model = of_regions()
     fast = graphs_of(model, way, rt, compiler)
     CHANGES[change](model)
     agrees(fast, model)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@WAYS
 @pytest.mark.parametrize("change", ["load", "write", "write_buffer"])
 def test_what_is_written_in_place_needs_no_capture(way: str, change: str, rt: GraphRuntime) -> None:
-    model = Model().eval()
+    model = of_regions()
     fast = graphs_of(model, way, rt)
     before = captured_and_live(rt)
     CHANGES[change](model)
@@ -238,9 +205,9 @@ def test_what_is_written_in_place_needs_no_capture(way: str, change: str, rt: Gr
     assert captured_and_live(rt) == before
 
 
-@pytest.mark.parametrize("way", WAYS)
+@WAYS
 def test_a_round_trip_through_another_dtype(way: str, rt: GraphRuntime) -> None:
-    model = Model().eval()
+    model = of_regions()
     fast = graphs_of(model, way, rt)
     model.to(torch.float64).to(torch.float32)
     agrees(fast, model)
@@ -249,93 +216,99 @@ def test_a_round_trip_through_another_dtype(way: str, rt: GraphRuntime) -> None:
         agrees(fast, model.to(torch.float32))
 
 
-@pytest.mark.parametrize("way", WAYS)
+def doubled(layer: nn.Module) -> None:
+    twice = module(lambda self, weight: weight * 2)
+    parametrize.register_parametrization(layer, "weight", twice)
+
+
+@WAYS
 @pytest.mark.parametrize(
-    ("add", "remove"),
-    [
-        (
-            lambda layer: parametrize.register_parametrization(layer, "weight", Doubled()),
-            lambda layer: parametrize.remove_parametrizations(layer, "weight"),
-        ),
-        (weight_norm, lambda layer: parametrize.remove_parametrizations(layer, "weight")),
-        (
-            lambda layer: parametrize.register_parametrization(layer, "weight", Doubled()),
-            lambda layer: parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False),
-        ),
-    ],
+    ("add", "leaves"),
+    [(doubled, True), (weight_norm, True), (doubled, False)],
     ids=["doubled", "weight norm", "doubled and left out"],
 )
 @pytest.mark.parametrize("at_capture", [True, False], ids=["added before", "added after"])
 def test_parametrizations_come_and_go(
-    way: str, add: Callable[[nn.Module], Any], remove: Callable[[nn.Module], Any], at_capture: bool, rt: GraphRuntime
+    way: str, add: Callable[[nn.Module], Any], leaves: bool, at_capture: bool, rt: GraphRuntime
 ) -> None:
-    model = Model().eval()
+    model = of_regions()
     if at_capture:
         add(model.first)
     fast = graphs_of(model, way, rt)
     if not at_capture:
         add(model.first)
     agrees(fast, model)
-    remove(model.first)
+    parametrize.remove_parametrizations(model.first, "weight", leave_parametrized=leaves)
     agrees(fast, model)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_tied_weights_are_untied_and_tied_again(way: str, rt: GraphRuntime) -> None:
-    model = Tied().eval()
-    fast = graphs_of(model, way, rt)
-    model.first.weight.data.mul_(2)
-    agrees(fast, model)
+def untied(model: Any) -> None:
     model.second.weight = nn.Parameter(model.first.weight.detach().clone())
-    agrees(fast, model)
-    model.second.weight.data.add_(1)
-    agrees(fast, model)
-    model.first.weight = model.second.weight
-    agrees(fast, model)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_memory_of_two_weights_is_joined(way: str, rt: GraphRuntime) -> None:
-    """Tied by memory and not by parameter: a write to one is a write to both."""
-    model = Model().eval()
+STEPS: dict[str, tuple[Callable[[], Any], list[Callable[[Any], object]]]] = {
+    "tied weights are untied and tied again": (
+        tied,
+        [
+            lambda model: model.first.weight.data.mul_(2),
+            untied,
+            lambda model: model.second.weight.data.add_(1),
+            lambda model: setattr(model.first, "weight", model.second.weight),
+        ],
+    ),
+    # Tied by memory and not by parameter: a write to one is a write to both.
+    "memory of two weights is joined": (
+        of_regions,
+        [
+            lambda model: setattr(model.second.weight, "data", model.first.weight.data),
+            lambda model: model.first.weight.data.mul_(-2),
+        ],
+    ),
+    "int8 weights": (
+        lambda: of_regions(quantized, packed=int8(), steps=torch.rand(6, 1)),
+        [
+            lambda model: model.packed.copy_(int8()),
+            lambda model: setattr(model, "packed", int8()),
+            lambda model: setattr(model.steps, "data", torch.rand(6, 1)),
+        ],
+    ),
+}
+
+
+@WAYS
+@pytest.mark.parametrize("name", STEPS)
+def test_changes_one_after_another_are_seen(way: str, name: str, rt: GraphRuntime) -> None:
+    make, changes = STEPS[name]
+    model = make()
     fast = graphs_of(model, way, rt)
-    model.second.weight.data = model.first.weight.data
-    agrees(fast, model)
-    model.first.weight.data.mul_(-2)
-    agrees(fast, model)
+    for change in changes:
+        change(model)
+        agrees(fast, model)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@WAYS
 def test_lora_is_merged_and_unmerged(way: str, rt: GraphRuntime) -> None:
-    model = Lora().eval()
+    torch.manual_seed(1)
+    low_rank = {"down": nn.Parameter(torch.randn(2, 6) / 5), "up": nn.Parameter(torch.randn(6, 2) / 5)}
+    model = of_regions(lora, **low_rank, merged=False)
     fast = graphs_of(model, way, rt)
+    weight, update = model.first.weight.data, model.up.data @ model.down.data
     x = torch.randn(4, 6)
     apart = fast(x)
-    for _ in range(2):
-        model.merge()
+    for merged in (True, False) * 2:
+        if merged:
+            weight.add_(weight @ update)
+        else:
+            weight.copy_(weight @ torch.linalg.inv(torch.eye(6) + update))
+        model.merged = merged
         agrees(fast, model)
         torch.testing.assert_close(fast(x), apart, rtol=1e-3, atol=1e-3)
-        model.unmerge()
-        agrees(fast, model)
-        torch.testing.assert_close(fast(x), apart, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_int8_weights(way: str, rt: GraphRuntime) -> None:
-    model = Quantized().eval()
-    fast = graphs_of(model, way, rt)
-    model.packed.copy_(torch.randint(-127, 127, (6, 6), dtype=torch.int8))
-    agrees(fast, model)
-    model.packed = torch.randint(-127, 127, (6, 6), dtype=torch.int8)
-    agrees(fast, model)
-    model.steps.data = torch.rand(6, 1)
-    agrees(fast, model)
 
 
 @pytest.mark.parametrize("way", ["FULL", "PIECEWISE"])
 @pytest.mark.parametrize("change", ["swap_memory", "free_and_allocate"])
 def test_a_moved_weight_is_refused_by_name(way: str, change: str, rt: GraphRuntime) -> None:
-    model = Model().eval()
+    model = of_regions()
     fast = graphs_of(model, way, rt, on_moved_input="error")
     agrees(fast, model)
     CHANGES[change](model)
@@ -348,10 +321,10 @@ def test_a_moved_weight_is_refused_by_name(way: str, change: str, rt: GraphRunti
 # -- how many graphs live
 
 
-@pytest.mark.parametrize("way", WAYS)
+@WAYS
 @pytest.mark.parametrize(("change", "most"), [("load_assigned", 1), ("replace", 1), ("swap_memory", 5)])
 def test_reloading_ten_times_keeps_few_graphs(way: str, change: str, most: int, rt: GraphRuntime) -> None:
-    model = Model().eval()
+    model = of_regions()
     fast = graphs_of(model, way, rt, lazy_capture=True)
     bytes_before = rt.buffer_bytes()
     lasting = []
@@ -363,15 +336,13 @@ def test_reloading_ten_times_keeps_few_graphs(way: str, change: str, most: int, 
         assert captured_and_live(rt)[1] <= most
     gc.collect()
     assert captured_and_live(rt)[1] <= most
-    num_tensors = len(model.state_dict())
-    assert rt.buffer_bytes() <= bytes_before + 256 * num_tensors, (
-        "each tensor that keeps moving is copied into one buffer"
-    )
+    most_bytes = bytes_before + 256 * len(model.state_dict())
+    assert rt.buffer_bytes() <= most_bytes, "each tensor that keeps moving is copied into one buffer"
 
 
-@pytest.mark.parametrize("way", WAYS)
+@WAYS
 def test_graphs_go_with_the_model(way: str, rt: GraphRuntime) -> None:
-    model = Model().eval()
+    model = of_regions()
     fast = graphs_of(model, way, rt)
     agrees(fast, model)
     weights = [weakref.ref(parameter) for parameter in model.parameters()]
@@ -382,19 +353,19 @@ def test_graphs_go_with_the_model(way: str, rt: GraphRuntime) -> None:
     assert [weight() for weight in weights] == [None] * 4
     assert captured_and_live(rt)[1] == 0
     assert rt.buffer_bytes() == 0
-    other = Model().eval()
+    other = of_regions()
     agrees(graphs_of(other, way, rt), other)
 
 
 @pytest.mark.parametrize("way", ["FULL", "PIECEWISE"])
 def test_one_model_of_two_dies(way: str, rt: GraphRuntime) -> None:
-    models = [Model().eval(), Model().eval()]
+    models = [of_regions(), of_regions()]
     models[1].scale.mul_(2)
     calls = [graphs_of(model, way, rt) for model in models]
-    for fast, model in zip(calls, models, strict=True):
-        agrees(fast, model)
+    for number in (0, 1):
+        agrees(calls[number], models[number])
     assert captured_and_live(rt)[1] == 2
-    del calls[0], models[0], fast, model
+    del calls[0], models[0]
     gc.collect()
     assert captured_and_live(rt)[1] == 1
     agrees(calls[0], models[0])

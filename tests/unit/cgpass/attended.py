@@ -1,4 +1,4 @@
-"""A model with an op in its middle that splits it, and short ways to compile it and to say what is expected."""
+"""A model with an op in its middle that splits it, and what is expected of it."""
 
 from __future__ import annotations
 
@@ -9,37 +9,21 @@ import pytest
 import torch
 from torch import nn
 
-from graphpass import CUDAGraphMode, GraphRuntime
-from tests.observed import reported_regions
+from graphpass import CUDAGraphMode
+from tests.unit.compiled import BOTH, Compiled
 
 ATTEND = "cgpasstest::attend"
 FULL = CUDAGraphMode.FULL
-Run = Callable[..., Any]
-BOTH = ("PIECEWISE", "FULL")
+Make = Callable[..., Compiled]
 MODES = pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 COMPILERS = pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+ALL_REGIONS = sum({"FULL": 1, "PIECEWISE": 2}[mode] for mode in BOTH)
+"""Graphs of a size of a model with one splitting op in its middle."""
 
 
-def compiled_with(
-    rt: GraphRuntime, model: Callable[..., Any], *, dynamic: bool | None = True, fullgraph: bool = False, **options: Any
-) -> Any:
-    """``torch.compile`` of ``model`` for ``rt``; dynamic unless said otherwise."""
-    given = {"compiler": "eager", "splitting_ops": [ATTEND], "runtime": rt, **options}
-    return torch.compile(model, backend="cgpass", dynamic=dynamic, fullgraph=fullgraph, options=given)
-
-
-def endings(rt: GraphRuntime) -> dict[str, str]:
-    """{callable: why Dynamo ended its graph} for those that a graph break ended."""
-    return {row[0].removesuffix(".end"): row[-1] for row in reported_regions(rt) if row[0].endswith(".end")}
-
-
-def regions_of(mode: str) -> int:
-    """Graphs a key of a model with one splitting op in its middle."""
-    return 1 if mode == "FULL" else 2
-
-
-def agrees(got: Any, want: Any) -> None:
-    torch.testing.assert_close(got, want)
+def attended(x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = torch.ops.cgpasstest.attend(x + 1) * 2
+    return result
 
 
 def expected_counts(mode: str, size: int, counts: tuple[int, int], graph: str = "g0") -> dict[Any, tuple[int, int]]:

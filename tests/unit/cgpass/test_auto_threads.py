@@ -22,53 +22,76 @@ from cgpass.exactgraphs import ExactGraphs
 from graphpass import GraphRuntime
 from graphpass.dispatch.recurring import RecurringKey
 from tests.threads import in_threads
+from tests.unit.compiled import Compiled, agrees
+from tests.unit.models import module
 
 NUM_THREADS = 4
 CALLS = pytest.mark.parametrize("num_calls", [50, pytest.param(200, marks=pytest.mark.soak)])
 MODES = pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "PIECEWISE"])
 
 
-class Rows(nn.Module):
+class Served(Compiled):
+    """A model, row-wise unless it is given, under auto dispatch; unless ``is_fresh``, Dynamo has compiled it."""
+
+    def __init__(
+        self,
+        rt: GraphRuntime,
+        model: Any = None,
+        mode: str = "FULL_AND_PIECEWISE",
+        *,
+        is_fresh: bool = False,
+        **options: Any,
+    ) -> None:
+        splits = ["aten::relu"] if mode == "PIECEWISE" else []
+        given = {"dispatch": "auto", "mode": mode, "splitting_ops": splits, **options}
+        super().__init__(rt, model or rowwise(), **given)
+        if not is_fresh:  # Dynamo's own compilation is not what is tested
+            self.call(3, 1)
+
+    def call(self, *sizes: int) -> None:
+        for size in sizes:
+            self(torch.randn(size, 6))
+
+    def calls(self, num_calls: int, most: int) -> Callable[[int], None]:
+        """What a thread runs."""
+
+        def run(number: int) -> None:
+            sizes, contents = random.Random(number), torch.Generator().manual_seed(number)
+            for _ in range(num_calls):
+                x = torch.randn(sizes.randint(1, most), 6, generator=contents)
+                with torch.no_grad():
+                    agrees(self(x), self.model(x))
+
+        return run
+
+    def assert_captured_once_and_replayed(self, most: int) -> None:
+        """It replays at each size after the threads have ended.
+
+        How many calls of the threads replay depends on the machine: a call beside a capture runs without a graph. So
+        each size is called three times here: two calls warm and capture what the threads did not get to, the third
+        replays.
+        """
+        sizes = range(1, most + 1)
+        self.call(*sizes, *sizes)
+        replayed = self.replayed
+        self.call(*sizes)
+        assert self.replayed - replayed >= most
+        assert self.uses("captured") == {(1,)}, "one graph a key, whichever thread captured it"
+        assert not given_up(self.rt)
+
+    @property
+    def replayed(self) -> int:
+        return sum(c.replayed for c in self.rt.counts().values())
+
+
+def rowwise_with_choice(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden = self.first(x).relu() * 2
+    return self.second(hidden).tanh(), hidden.argmax(-1)
+
+
+def rowwise() -> Any:
     """Row-wise, so that its batch is padded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 12), nn.Linear(12, 6)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = self.first(x).relu() * 2
-        return self.second(hidden).tanh(), hidden.argmax(-1)
-
-
-class Counting(nn.Module):
-    """Written state, whose sum tells whether each call counted once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 6)
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return self.inner(x).relu()
-
-
-def options(rt: GraphRuntime, mode: str, **given: Any) -> dict[str, Any]:
-    splits = ["aten::relu"] if mode == "PIECEWISE" else []
-    return {"compiler": "eager", "runtime": rt, "dispatch": "auto", "mode": mode, "splitting_ops": splits, **given}
-
-
-def calls_of(
-    compiled: Callable[..., Any], model: Callable[..., Any], num_calls: int, most: int
-) -> Callable[[int], None]:
-    def run(number: int) -> None:
-        sizes, contents = random.Random(number), torch.Generator().manual_seed(number)
-        for _ in range(num_calls):
-            x = torch.randn(sizes.randint(1, most), 6, generator=contents)
-            with torch.no_grad():
-                torch.testing.assert_close(compiled(x), model(x))
-
-    return run
+    return module(rowwise_with_choice, first=nn.Linear(6, 12), second=nn.Linear(12, 6)).eval()
 
 
 def given_up(rt: GraphRuntime) -> list[Any]:
@@ -78,106 +101,45 @@ def given_up(rt: GraphRuntime) -> list[Any]:
     return [reason for reason in reasons if "failed" in reason]
 
 
-def assert_captured_once_and_replayed(rt: GraphRuntime, compiled: Callable[..., Any], most: int) -> None:
-    """``compiled`` replays at each size after the threads have ended.
-
-    How many calls of the threads replay depends on the machine: a call beside a capture runs without a graph. So each
-    size is called three times here: two calls warm and capture what the threads did not get to, the third replays.
-    """
-    for _ in range(2):
-        one_call_a_size(compiled, most)
-    replayed = num_replayed(rt)
-    one_call_a_size(compiled, most)
-    assert num_replayed(rt) - replayed >= most
-    assert {c.captured for c in rt.counts().values()} == {1}, "one graph a key, whichever thread captured it"
-    assert not given_up(rt)
-
-
-def one_call_a_size(compiled: Callable[..., Any], most: int) -> None:
-    for size in range(1, most + 1):
-        call_at(compiled, size)
-
-
-def num_replayed(rt: GraphRuntime) -> int:
-    return sum(c.replayed for c in rt.counts().values())
-
-
 @CALLS
 @MODES
 def test_threads_share_one_runtime(num_calls: int, mode: str, rt: GraphRuntime) -> None:
-    model = Rows().eval()
-    compiled = torch.compile(model, backend="cgpass", dynamic=True, options=options(rt, mode))
-    with torch.no_grad():
-        for size in (3, 1):  # Dynamo's own compilation is not what is tested
-            compiled(torch.randn(size, 6))
-    in_threads(calls_of(compiled, model, num_calls, most=12))
-    assert_captured_once_and_replayed(rt, compiled, most=12)
+    fast = Served(rt, mode=mode)
+    in_threads(fast.calls(num_calls, most=12))
+    fast.assert_captured_once_and_replayed(12)
 
 
 @CALLS
 def test_threads_compile_and_capture_together(num_calls: int, rt: GraphRuntime) -> None:
     """Nothing is compiled when the threads start."""
-    model = Rows().eval()
-    compiled = torch.compile(model, backend="cgpass", dynamic=True, options=options(rt, "FULL_AND_PIECEWISE"))
-    in_threads(calls_of(compiled, model, num_calls, most=9))
-    assert_captured_once_and_replayed(rt, compiled, most=9)
+    fast = Served(rt, is_fresh=True)
+    in_threads(fast.calls(num_calls, most=9))
+    fast.assert_captured_once_and_replayed(9)
 
 
 @CALLS
 def test_threads_with_a_runtime_each(num_calls: int) -> None:
-    models = [Rows().eval() for _ in range(NUM_THREADS)]
-    runtimes = [GraphRuntime() for _ in models]
-    compiled = [
-        torch.compile(model, backend="cgpass", dynamic=True, options=options(rt, "FULL_AND_PIECEWISE"))
-        for model, rt in zip(models, runtimes, strict=True)
-    ]
-    with torch.no_grad():
-        for each in compiled:
-            for size in (3, 1):
-                each(torch.randn(size, 6))
-    in_threads(lambda number: calls_of(compiled[number], models[number], num_calls, most=12)(number))
-    for rt in runtimes:
-        assert not given_up(rt)
-        assert {c.captured for c in rt.counts().values()} == {1}
-        assert rt.stats().replayed > num_calls // 10
-        rt.close()
+    each = [Served(GraphRuntime()) for _ in range(NUM_THREADS)]
+    in_threads(lambda number: each[number].calls(num_calls, most=12)(number))
+    for fast in each:
+        assert not given_up(fast.rt)
+        assert fast.uses("captured") == {(1,)}
+        assert fast.rt.stats().replayed > num_calls // 10
+        fast.rt.close()
 
 
 @CALLS
 def test_two_models_of_one_runtime(num_calls: int, rt: GraphRuntime) -> None:
     """Their graphs share a pool: each replay makes the other model's outputs stale."""
-    models = [Rows().eval(), nn.Sequential(nn.Linear(6, 6), nn.GELU()).eval()]
-    compiled = [
-        torch.compile(model, backend="cgpass", dynamic=True, options=options(rt, "FULL_AND_PIECEWISE"))
-        for model in models
-    ]
-    with torch.no_grad():
-        for each in compiled:
-            for size in (3, 1):
-                each(torch.randn(size, 6))
-    in_threads(lambda number: calls_of(compiled[number % 2], models[number % 2], num_calls, most=9)(number))
-    for each in compiled:
-        assert_captured_once_and_replayed(rt, each, most=9)
-
-
-def compiled_rows(rt: GraphRuntime, **given: Any) -> Callable[..., Any]:
-    compiled = torch.compile(
-        Rows().eval(), backend="cgpass", dynamic=True, options=options(rt, "FULL_AND_PIECEWISE", **given)
-    )
-    for size in (3, 1):
-        call_at(compiled, size)
-    return compiled
-
-
-def call_at(compiled: Callable[..., Any], size: int, times: int = 1) -> None:
-    for _ in range(times):
-        with torch.no_grad():
-            compiled(torch.randn(size, 6))
+    both = [Served(rt), Served(rt, nn.Sequential(nn.Linear(6, 6), nn.GELU()).eval())]
+    in_threads(lambda number: both[number % 2].calls(num_calls, most=9)(number))
+    for fast in both:
+        fast.assert_captured_once_and_replayed(9)
 
 
 def test_threads_that_call_a_size_first_share_its_buffer(rt: GraphRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs read a buffer at its address: with two buffers, a key would have two graphs."""
-    compiled, zeros, num_allocated = compiled_rows(rt), torch.zeros, 0
+    fast, zeros, num_allocated = Served(rt), torch.zeros, 0
 
     def slow_zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
         nonlocal num_allocated
@@ -186,13 +148,13 @@ def test_threads_that_call_a_size_first_share_its_buffer(rt: GraphRuntime, monke
         return zeros(*args, **kwargs)
 
     monkeypatch.setattr(torch, "zeros", slow_zeros)
-    in_threads(lambda number: call_at(compiled, 5))
+    in_threads(lambda number: fast.call(5))
     assert num_allocated == 1
 
 
 def test_threads_that_capture_a_key_together_count_one_graph(rt: GraphRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both find the key without a graph. The later one replays the other's graph, and measures no capture."""
-    compiled = compiled_rows(rt, max_graphs=2)
+    fast = Served(rt, max_graphs=2)
     permission, timed, measured, turns = GraphedCallable._permission, ExactGraphs.captured, [], threading.Barrier(2)
 
     def in_turn(graphed: GraphedCallable, auto: AutoDispatcher, key: RecurringKey) -> Any:
@@ -205,39 +167,45 @@ def test_threads_that_capture_a_key_together_count_one_graph(rt: GraphRuntime, m
         measured.append(key.descriptor)
         timed(graphs, key, *how)
 
-    call_at(compiled, 5)
+    fast.call(5)
     with monkeypatch.context() as patched:
         patched.setattr(GraphedCallable, "_permission", in_turn)
         patched.setattr(ExactGraphs, "captured", spied)
-        in_threads(lambda number: call_at(compiled, 5), num_threads=2)
+        in_threads(lambda number: fast.call(5), num_threads=2)
     assert len(measured) == 1
-    call_at(compiled, 9, times=3)
+    fast.call(9, 9, 9)
     assert sum(c.captured for c in rt.counts().values()) == 2
 
 
 @CALLS
 def test_what_calls_write_is_written_once_a_call(num_calls: int, rt: GraphRuntime) -> None:
-    model = Counting().eval()
-    compiled = torch.compile(model, backend="cgpass", dynamic=True, options=options(rt, "FULL_AND_PIECEWISE"))
-    twin = nn.Sequential(model.inner, nn.ReLU())
-    with torch.no_grad():
-        for size in (3, 1):
-            compiled(torch.randn(size, 6))
-    in_threads(calls_of(compiled, twin, num_calls, most=6))
+    def counting(self: Any, x: torch.Tensor) -> torch.Tensor:
+        """Written state, whose sum tells whether each call counted once."""
+        self.calls += 1
+        return self.inner(x).relu()
+
+    model: Any = module(counting, inner=nn.Linear(6, 6), calls=torch.zeros((), dtype=torch.int64)).eval()
+    fast = Served(rt, model)
+    fast.model = nn.Sequential(model.inner, nn.ReLU())
+    in_threads(fast.calls(num_calls, most=6))
     assert not given_up(rt)
     # Calls without a graph add in Python's eager code, two of which may meet; calls over a graph are one at a time.
-    replayed = sum(c.replayed for (region, _, _), c in rt.counts().items())
-    assert replayed <= int(model.calls) <= NUM_THREADS * num_calls + 2
+    assert fast.replayed <= int(model.calls) <= NUM_THREADS * num_calls + 2
 
 
 @CALLS
 def test_a_capturing_scope_beside_calls_of_other_threads(num_calls: int, rt: GraphRuntime) -> None:
-    model = Rows().eval()
-    compiled = torch.compile(model, backend="cgpass", dynamic=True, options=options(rt, "FULL_AND_PIECEWISE"))
-    with torch.no_grad():
-        for size in (3, 1):
-            compiled(torch.randn(size, 6))
-    calls = calls_of(compiled, model, num_calls, most=12)
+    fast = Served(rt)
+    calls = fast.calls(num_calls, most=12)
+
+    def captured(x: torch.Tensor) -> Any:
+        while True:
+            try:
+                with rt.capturing():
+                    return fast.at("FULL", len(x), x)
+            except gp.errors.CaptureError as error:
+                if "capturing already" not in error.problem:
+                    raise
 
     def run(number: int) -> None:
         if number:
@@ -245,25 +213,8 @@ def test_a_capturing_scope_beside_calls_of_other_threads(num_calls: int, rt: Gra
             return
         for size in (12, 7, 2):
             x = torch.randn(size, 6)
-            while True:
-                try:
-                    scope = rt.capturing()
-                    with (
-                        torch.no_grad(),
-                        scope,
-                        gp.set_forward_context(
-                            runtime_mode=gp.CUDAGraphMode.FULL, batch_descriptor=gp.BatchDescriptor(size)
-                        ),
-                    ):
-                        got = compiled(x)
-                except gp.errors.CaptureError as error:
-                    if "capturing already" not in error.problem:
-                        raise
-                    continue
-                break
-            with torch.no_grad():
-                torch.testing.assert_close(got, model(x))
+            agrees(captured(x), tuple(part.detach() for part in fast.model(x)))
 
     in_threads(run)
     assert not given_up(rt)
-    assert {c.captured for c in rt.counts().values()} == {1}
+    assert fast.uses("captured") == {(1,)}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -14,18 +15,9 @@ import cgpass
 import graphpass as gp
 from graphpass import BatchDescriptor, CUDAGraphMode, GraphpassError, GraphRuntime
 from graphpass.errors import CaptureError, ContextError, DeviceError, OptionError, PartitionError, ShapeError
-
-ATTEND = "cgpasstest::attend"
-Run = Callable[..., Any]
-
-
-def attended(x: torch.Tensor) -> torch.Tensor:
-    return torch.ops.cgpasstest.attend(x + 1) * 2
-
-
-def compiled_with(model: Callable[..., Any] = attended, *, fullgraph: bool = False, **options: Any) -> Any:
-    given = {"compiler": "eager", "splitting_ops": [ATTEND], **options}
-    return torch.compile(model, backend="cgpass", dynamic=True, fullgraph=fullgraph, options=given)
+from tests.unit.cgpass.attended import ATTEND, FULL, MODES, Make, attended
+from tests.unit.compiled import Compiled, agrees
+from tests.unit.models import module
 
 
 def refused_at_compile(compiled: Callable[..., Any], *args: Any) -> GraphpassError:
@@ -41,6 +33,8 @@ BAD_OPTIONS = [
     ({"capture_size": [1]}, "capture_size", "'capture_sizes'"),
     ({"runtimes": None}, "runtimes", "'runtime'"),
     ({"zzzzqqqq": 1}, "zzzzqqqq", "leave it out"),
+    ({"triton.cudagraphs": True}, "triton.cudagraphs", ""),
+    ({"max_autotune": True}, "max_autotune", ""),
     ({"compiler": "nvcc"}, "nvcc", ""),
     ({"mode": "SOMETIMES"}, "SOMETIMES", ""),
     ({"outputs": "copy"}, "copy", "'clone'"),
@@ -74,18 +68,19 @@ def test_valid_options_are_returned_unchanged() -> None:
     assert cgpass.options(**given) == given
 
 
-def test_an_unknown_splitting_op_names_its_nearest() -> None:
-    inner = refused_at_compile(compiled_with(splitting_ops=["cgpasstest::attent"]), torch.randn(3, 6))
+def test_an_unknown_splitting_op_names_its_nearest(keyed: Make) -> None:
+    inner = refused_at_compile(keyed(attended, splitting_ops=["cgpasstest::attent"]), torch.randn(3, 6))
     assert isinstance(inner, PartitionError)
     assert "cgpasstest::attent" in str(inner)
     assert "'cgpasstest::attend'" in inner.remedy
 
 
-def test_inductor_presets_are_refused() -> None:
-    compiled = torch.compile(attended, backend="cgpass", mode="reduce-overhead")
-    inner = refused_at_compile(compiled, torch.randn(3, 6))
+@pytest.mark.parametrize("preset", ["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
+def test_presets_of_inductor_are_refused_by_name(preset: str) -> None:
+    inner = refused_at_compile(torch.compile(attended, backend="cgpass", mode=preset), torch.randn(4, 6))
     assert isinstance(inner, OptionError)
-    assert inner.found == "mode='reduce-overhead'"
+    assert inner.found == f"mode={preset!r}"
+    assert "options" in inner.expected
 
 
 def test_a_tensor_subclass_is_refused() -> None:
@@ -95,125 +90,100 @@ def test_a_tensor_subclass_is_refused() -> None:
     assert inner.found == "TwoTensor"
 
 
-@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"])
-def test_a_composite_mode_is_no_runtime_mode(mode: str) -> None:
-    with (
-        pytest.raises(ContextError, match=mode),
-        gp.set_forward_context(runtime_mode=CUDAGraphMode.parse(mode), batch_descriptor=BatchDescriptor(4)),
-    ):
+@pytest.mark.parametrize(
+    ("mode", "descriptor", "found"),
+    [
+        ("FULL_AND_PIECEWISE", BatchDescriptor(4), "FULL_AND_PIECEWISE"),
+        ("FULL_DECODE_ONLY", BatchDescriptor(4), "FULL_DECODE_ONLY"),
+        ("FULL", None, "batch_descriptor"),
+        ("PIECEWISE", None, "batch_descriptor"),
+    ],
+    ids=["no runtime mode", "no runtime mode either", "FULL without a descriptor", "PIECEWISE without a descriptor"],
+)
+def test_a_context_that_names_no_graph_is_refused(mode: str, descriptor: BatchDescriptor | None, found: str) -> None:
+    context = {"runtime_mode": CUDAGraphMode.parse(mode), "batch_descriptor": descriptor}
+    with pytest.raises(ContextError, match=found), gp.set_forward_context(**context):
         pass
 
 
-@pytest.mark.parametrize("mode", [CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE])
-def test_a_graph_needs_a_descriptor(mode: CUDAGraphMode) -> None:
-    with pytest.raises(ContextError, match="batch_descriptor"), gp.set_forward_context(runtime_mode=mode):
-        pass
-
-
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_a_key_that_was_not_captured_is_refused(rt: GraphRuntime, at_key: Run, mode: str) -> None:
-    compiled = compiled_with(runtime=rt)
-    at_key(compiled, mode, 4, torch.randn(4, 6), capture=rt)
+@MODES
+def test_a_key_that_was_not_captured_is_refused(keyed: Make, mode: str) -> None:
+    fast = keyed(attended)
+    fast.capture(mode)
     with pytest.raises(CaptureError, match="has no graph") as raised:
-        at_key(compiled, mode, 8, torch.randn(8, 6))
+        fast.check(mode, sizes=[8])
     assert "8 tokens" in raised.value.problem
     assert "4 tokens" in raised.value.found
     assert "capturing()" in raised.value.remedy
-    assert rt.stats().captured == (1 if mode == "FULL" else 2)
+    assert fast.captured == (1 if mode == "FULL" else 2)
 
 
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_an_input_of_another_size_than_its_key_is_refused(rt: GraphRuntime, at_key: Run, mode: str) -> None:
-    compiled = compiled_with(runtime=rt, capture_sizes=[4, 8], dynamic_dims={"x": 0})
+@MODES
+def test_an_input_of_another_size_than_its_key_is_refused(keyed: Make, mode: str) -> None:
+    fast = keyed(attended, capture_sizes=[4, 8], dynamic_dims={"x": 0})
     for captured in (False, True):
         with pytest.raises(ShapeError, match="'x'") as raised:
-            at_key(compiled, mode, 8, torch.randn(5, 6), capture=None if captured else rt)
+            fast.at(mode, 8, torch.randn(5, 6), capture=not captured)
         assert "num_tokens=8 in dimension 0" in raised.value.expected
         assert raised.value.found == "5"
-        at_key(compiled, mode, 8, torch.randn(8, 6), capture=rt)
+        fast.capture(mode, sizes=[8])
 
 
-def test_without_declared_dims_a_wrong_size_does_not_fit_the_graph(rt: GraphRuntime, at_key: Run) -> None:
-    compiled = compiled_with(runtime=rt)
-    at_key(compiled, "FULL", 8, torch.randn(8, 6), capture=rt)
+def test_without_declared_dims_a_wrong_size_does_not_fit_the_graph(keyed: Make) -> None:
+    fast = keyed(attended)
+    fast.capture("FULL", sizes=[8])
     with pytest.raises((ShapeError, CaptureError)) as raised:
-        at_key(compiled, "FULL", 8, torch.randn(5, 6))
+        fast.at("FULL", 8, torch.randn(5, 6))
     assert "5" in raised.value.found
 
 
-def test_two_key_fields_are_each_checked(rt: GraphRuntime, at_key: Run) -> None:
-    def model(x: torch.Tensor) -> torch.Tensor:
-        return x.softmax(1) * 2
-
-    compiled = compiled_with(
-        model,
-        runtime=rt,
+def test_two_key_fields_are_each_checked(keyed: Make) -> None:
+    fast = keyed(
+        lambda x: x.softmax(1) * 2,
+        make=lambda size: (torch.randn(*size),),
+        key=lambda size: BatchDescriptor(size[0] * size[1], num_reqs=size[0], extra=(("seq_len", size[1]),)),
         capture_sizes={"num_reqs": [2, 3], "seq_len": [5, 7]},
         dynamic_dims={"x": {0: "num_reqs", 1: "seq_len"}},
     )
-    keys = {
-        (reqs, length): BatchDescriptor(reqs * length, num_reqs=reqs, extra=(("seq_len", length),))
-        for reqs in (2, 3)
-        for length in (5, 7)
-    }
-    with rt.capturing():
-        for (reqs, length), key in keys.items():
-            at_key(compiled, "FULL", key, torch.randn(reqs, length))
-    for (reqs, length), key in keys.items():
-        x = torch.randn(reqs, length)
-        torch.testing.assert_close(at_key(compiled, "FULL", key, x), model(x))
-    assert rt.stats().captured == 4
-    with pytest.raises(ShapeError) as raised:
-        at_key(compiled, "FULL", keys[2, 5], torch.randn(2, 7))
-    assert "seq_len=5 in dimension 1" in raised.value.expected
-    with pytest.raises(ShapeError) as raised:
-        at_key(compiled, "FULL", keys[2, 5], torch.randn(3, 5))
-    assert "num_reqs=2 in dimension 0" in raised.value.expected
+    keys = [(2, 5), (2, 7), (3, 5), (3, 7)]
+    fast.capture("FULL", sizes=keys)
+    fast.check("FULL", sizes=keys)
+    assert fast.captured == 4
+    for shape, expected in (((2, 7), "seq_len=5 in dimension 1"), ((3, 5), "num_reqs=2 in dimension 0")):
+        with pytest.raises(ShapeError) as raised:
+            fast.at("FULL", (2, 5), torch.randn(*shape))
+        assert expected in raised.value.expected
 
 
-def test_capture_sizes_outside_the_guards_are_listed_with_their_constraint(rt: GraphRuntime, at_key: Run) -> None:
+def test_capture_sizes_outside_the_guards_are_listed_with_their_constraint(keyed: Make) -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
-        torch._check(x.shape[0] <= 8)
+        torch._check(x.shape[0] <= 8, lambda: "at most 8 rows")
         return x * 2
 
-    compiled = compiled_with(model, runtime=rt, capture_sizes=[1, 4, 16], dynamic_dims={"x": 0})
-    at_key(compiled, "FULL", 4, torch.randn(4, 6), capture=rt)
-    notes = list(rt.notes)
+    fast = keyed(model, capture_sizes=[1, 4, 16], dynamic_dims={"x": 0})
+    fast.capture("FULL")
+    notes = list(fast.rt.notes)
     assert any("num_tokens=16 is outside this graph's guards" in note and "<= 8" in note for note in notes)
     assert any("num_tokens=1 is outside this graph's guards" in note and ">= 2" in note for note in notes)
     assert not any("num_tokens=4 " in note for note in notes)
     with pytest.raises(RuntimeError):
-        at_key(compiled, "FULL", 16, torch.randn(16, 6), capture=rt)
+        fast.capture("FULL", sizes=[16])
+    fast.check("FULL")
+    assert fast.captured == 1
 
 
-def test_a_size_outside_the_guards_is_captured_by_the_graph_that_admits_it(
-    rt: GraphRuntime, at_key: Run, tally: Run
-) -> None:
-    def model(x: torch.Tensor) -> torch.Tensor:
-        return x * 2 if x.shape[0] > 8 else x + 1
-
-    compiled = compiled_with(model, runtime=rt, capture_sizes=[4, 16], dynamic_dims={"x": 0})
-    with rt.capturing():
-        for size in (16, 4):
-            at_key(compiled, "FULL", size, torch.randn(size, 6))
-    for size in (4, 16):
-        x = torch.randn(size, 6)
-        torch.testing.assert_close(at_key(compiled, "FULL", size, x), model(x))
-    assert tally(rt, "FULL") == {("g0.full", 16): (1, 2), ("g1.full", 4): (1, 2)}
+@MODES
+def test_a_second_device_is_refused(mode: str) -> None:
+    with GraphRuntime(device="cpu") as runtime:
+        fast = Compiled(runtime, lambda x, y: (x + 1, y * 2))
+        with pytest.raises(DeviceError) as raised:
+            fast.at(mode, 4, torch.randn(4, 6), torch.randn(4, 6, device="meta"), capture=True)
+        assert "meta" in raised.value.found
+        assert "cpu" in raised.value.expected
+        assert fast.captured == 0
 
 
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_a_second_device_is_refused(at_key: Run, mode: str) -> None:
-    runtime = GraphRuntime(device="cpu")
-    compiled = compiled_with(lambda x, y: (x + 1, y * 2), runtime=runtime)
-    with pytest.raises(DeviceError) as raised:
-        at_key(compiled, mode, 4, torch.randn(4, 6), torch.randn(4, 6, device="meta"), capture=runtime)
-    assert "meta" in raised.value.found
-    assert "cpu" in raised.value.expected
-    assert runtime.stats().captured == 0
-
-
-def test_a_failed_capture_leaves_eager_and_the_next_capture_working(rt: GraphRuntime, at_key: Run) -> None:
+def test_a_failed_capture_leaves_eager_and_the_next_capture_working(keyed: Make) -> None:
     fails = [True]
 
     @torch.library.custom_op("cgpasstest::moody", mutates_args=())
@@ -223,25 +193,113 @@ def test_a_failed_capture_leaves_eager_and_the_next_capture_working(rt: GraphRun
         return x + 1
 
     moody.register_fake(torch.empty_like)
-    compiled = compiled_with(lambda x: moody(x * 2), runtime=rt)
-    x = torch.randn(4, 6)
+    fast, x = keyed(lambda x: moody(x * 2)), torch.randn(4, 6)
     with pytest.raises(CaptureError, match="out of sorts") as raised:
-        at_key(compiled, "FULL", 4, x, capture=rt)
+        fast.at("FULL", 4, x, capture=True)
     assert "FULL 4 tokens" in raised.value.problem
-    assert rt.stats().captured == 0
+    assert fast.captured == 0
     fails[0] = False
-    torch.testing.assert_close(compiled(x), x * 2 + 1)
-    torch.testing.assert_close(at_key(compiled, "FULL", 4, x, capture=rt), x * 2 + 1)
-    assert rt.stats().captured == 1
+    agrees(fast.fast(x), x * 2 + 1)
+    agrees(fast.at("FULL", 4, x, capture=True), x * 2 + 1)
+    assert fast.captured == 1
 
 
-def test_grad_mode_in_a_graph_context_is_refused(rt: GraphRuntime) -> None:
-    model = torch.nn.Linear(6, 6)
-    compiled = compiled_with(model, runtime=rt)
-    x = torch.randn(4, 6)
-    with torch.no_grad():
-        compiled(x)
-    with rt.capturing(), gp.set_forward_context(runtime_mode=CUDAGraphMode.FULL, batch_descriptor=BatchDescriptor(4)):
-        got = compiled(x)
+def test_grad_mode_in_a_graph_context_is_refused(keyed: Make) -> None:
+    fast, x = keyed(nn.Linear(6, 6)), torch.randn(4, 6)
+    fast(x)
+    with fast.rt.capturing(), gp.set_forward_context(runtime_mode=FULL, batch_descriptor=BatchDescriptor(4)):
+        got = fast.fast(x)
     assert got.requires_grad, "compiled anew for autograd"
-    assert rt.counts() == {}
+    assert fast.rt.counts() == {}
+
+
+# An op of a compiled region that fails while it is captured: the error names it, with the user's line.
+
+
+@torch.library.custom_op("cgpasstest::fails", mutates_args=())
+def fails(x: torch.Tensor) -> torch.Tensor:
+    _fail("fails")
+    return x.clone()
+
+
+@torch.library.custom_op("cgpasstest::fails_eagerly", mutates_args=())
+def fails_eagerly(x: torch.Tensor) -> torch.Tensor:
+    _fail("fails_eagerly")
+    return x.clone()
+
+
+def _fail(name: str) -> None:
+    if gp.is_forward_context_available() and gp.get_forward_context().extra == name:
+        raise ValueError(f"{name} has failed")
+
+
+for op in (fails, fails_eagerly):
+    op.register_fake(torch.empty_like)
+
+
+def failing(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = fails_eagerly(self.inner(x)).relu()
+    return fails(y + 1) * 2
+
+
+def failure(keyed: Make, compiler: str, mode: str, op_name: str) -> Exception:
+    model = module(failing, inner=nn.Linear(6, 6))
+    fast = keyed(model, compiler=compiler, splitting_ops=[ATTEND, "cgpasstest::fails_eagerly"])
+    x = torch.randn(4, 6)
+    with torch.no_grad(), fast.rt.capturing():
+        fast(x)
+        context = {"runtime_mode": CUDAGraphMode.parse(mode), "batch_descriptor": BatchDescriptor(4)}
+        with gp.set_forward_context(**context, extra=op_name), pytest.raises((CaptureError, ValueError)) as raised:
+            fast(x)
+        with gp.set_forward_context(**context):
+            agrees(fast(x), fast(x))
+    return raised.value
+
+
+FULL_FAILED, R2_FAILED = "g0.full failed at FULL 4 tokens, in g0.", "g0.r2 failed at PIECEWISE 4 tokens"
+FAILS, FAILS_EAGERLY = "return fails(y + 1) * 2", "y = fails_eagerly(self.inner(x))"
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    ("mode", "op_name", "region", "line", "remedy"),
+    [
+        ("FULL", "fails", FULL_FAILED + "r2", FAILS, "splitting_ops, and set mode='PIECEWISE'"),
+        ("FULL", "fails_eagerly", FULL_FAILED + "r1", FAILS_EAGERLY, "set mode='PIECEWISE', which leaves it out"),
+        ("PIECEWISE", "fails", R2_FAILED, FAILS, "in splitting_ops"),
+    ],
+    ids=["captured op, FULL", "splitting op, FULL", "captured op, PIECEWISE"],
+)
+def test_the_error_names_op_and_line(
+    keyed: Make, compiler: str, mode: str, op_name: str, region: str, line: str, remedy: str
+) -> None:
+    error: Any = failure(keyed, compiler, mode, op_name)
+    assert isinstance(error, CaptureError)
+    for text in (region, f"cgpasstest.{op_name}.default at test_errors.py:", line, f"{op_name} has failed"):
+        assert text in error.problem + error.found
+    assert isinstance(error.__cause__, ValueError)
+    assert remedy in error.remedy
+    assert ("mode=" in error.remedy) == (mode == "FULL")
+
+
+def test_an_eager_region_s_own_error_stays_what_it_is(keyed: Make) -> None:
+    assert type(failure(keyed, "eager", "PIECEWISE", "fails_eagerly")) is ValueError
+
+
+def reads_twice(x: torch.Tensor) -> torch.Tensor:
+    y = x + 1
+    return torch.ops.cgpasstest_host.reads(y) * 2
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_an_op_that_cannot_be_captured_is_named(keyed: Make, compiler: str) -> None:
+    with torch.library._scoped_library("cgpasstest_host", "FRAGMENT") as library:
+        library.define("reads(Tensor x) -> Tensor")
+        library.impl("reads", lambda x: x * x.sum().item(), "CPU")
+        library.impl("reads", torch.empty_like, "Meta")
+        with pytest.raises(CaptureError) as raised:
+            keyed(reads_twice, compiler=compiler).at("FULL", 4, torch.ones(4), capture=True)
+    said = str(raised.value)
+    for text in ("cgpasstest_host.reads", "at test_errors.py:", "reads(y) * 2", "aten::item cannot be captured"):
+        assert text in said
+    assert "splitting_ops" in said

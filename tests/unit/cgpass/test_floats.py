@@ -15,6 +15,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import cgpass
 from graphpass import GraphRuntime
 from tests.observed import calls_with_graph
+from tests.unit.cgpass.attended import Make
+from tests.unit.models import module
 
 VALUES = [0.1 + 0.07 * step for step in range(40)]
 Program = Callable[[torch.Tensor, float], Any]
@@ -152,49 +154,33 @@ def test_where_an_operator_takes_numbers_each_value_is_compiled_apart_and_that_i
 
 
 def test_a_module_s_float_is_an_input_when_it_changes() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = 0.5
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * self.scale
-
-    module = Scaled()
-    fast = Compiled(lambda x, _: module(x), "eager", True)
+    scaled: Any = module(lambda self, x: x * self.scale, scale=0.5)
+    fast = Compiled(lambda x, _: scaled(x), "eager", True)
     with torch.no_grad():
         for x in inputs(torch.float32, 4):
             fast.call(x, 0.0)
         assert fast.num_compiled == 1
-        for x, module.scale in zip(inputs(torch.float32), VALUES, strict=True):
-            torch.testing.assert_close(fast.call(x, 0.0), x * module.scale)
+        for x, scaled.scale in zip(inputs(torch.float32), VALUES, strict=True):
+            torch.testing.assert_close(fast.call(x, 0.0), x * scaled.scale)
     assert fast.num_compiled == 2
 
 
-def test_padding_is_proved_beside_a_float(rt: GraphRuntime) -> None:
+def test_padding_is_proved_beside_a_float(compiled: Make) -> None:
     layer = nn.Linear(4, 4)
-    options = cgpass.options(runtime=rt, compiler="eager", dispatch="auto")
-    fast = torch.compile(
-        lambda x, thr: (layer(x) * thr).clamp(-thr, 1.0), backend="cgpass", dynamic=True, options=options
-    )
-    with torch.no_grad():
-        for rows, thr in zip([5, 6, 7, 8, 5, 9, 11, 10] * 5, VALUES, strict=True):
-            x = torch.randn(rows, 4)
-            torch.testing.assert_close(fast(x, thr), (layer(x) * thr).clamp(-thr, 1.0))
-    (record,) = rt.callables()
-    assert {size.field: size.is_padded for size in record.sizes} == {"x[0]": True}
+    fast = compiled(lambda x, thr: (layer(x) * thr).clamp(-thr, 1.0), dynamic=True)
+    sizes = [5, 6, 7, 8, 5, 9, 11, 10] * 5
+    fast.serve([(torch.randn(rows, 4), thr) for rows, thr in zip(sizes, VALUES, strict=True)])
+    assert fast.padded_sizes == {"x[0]": True}
 
 
-def test_results_that_share_memory_share_it_beside_a_float(rt: GraphRuntime) -> None:
-    options = cgpass.options(runtime=rt, compiler="eager", dispatch="auto")
-
+def test_results_that_share_memory_share_it_beside_a_float(compiled: Make) -> None:
     def program(x: torch.Tensor, number: float) -> tuple[torch.Tensor, torch.Tensor]:
         moved = x + number
         return moved, moved[1:]
 
-    fast = torch.compile(program, backend="cgpass", dynamic=True, options=options)
+    fast = compiled(program, dynamic=True)
     for rows, number in zip([7, 8, 7, 8, 7, 8], VALUES, strict=False):
         whole, part = fast(torch.randn(rows), number)
         whole.fill_(5.0)
         assert part.tolist() == [5.0] * (rows - 1)
-    assert sum(count.replayed for count in rt.counts().values()) > 0
+    assert fast.rt.stats().replayed > 0

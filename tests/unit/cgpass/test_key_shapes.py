@@ -8,65 +8,58 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from graphpass import BatchDescriptor, GraphRuntime
+from graphpass import BatchDescriptor
 from graphpass.errors import CaptureError, ShapeError
 from tests.observed import Observed
-from tests.unit.cgpass.attended import BOTH, Attended, Run, agrees, compiled_with
+from tests.unit.cgpass.attended import COMPILERS, Attended, Make
+from tests.unit.compiled import BOTH
 
 
 @pytest.mark.parametrize("mode", BOTH)
 @pytest.mark.parametrize("how", ["only symbol", "marked", "declared"])
-def test_five_rows_are_no_eight_tokens(rt: GraphRuntime, at_key: Run, mode: str, how: str) -> None:
-    model = Attended().eval()
-    options = {"dynamic_dims": {"x": 0}} if how == "declared" else {}
-    compiled = compiled_with(rt, model, **options, dynamic=None if how == "marked" else True)
-
-    def rows(number: int) -> torch.Tensor:
+def test_five_rows_are_no_eight_tokens(keyed: Make, mode: str, how: str) -> None:
+    def rows(number: int) -> tuple[torch.Tensor]:
         x = torch.randn(number, 6)
         if how == "marked":
             torch._dynamo.mark_dynamic(x, 0)
-        return x
+        return (x,)
 
+    options: dict[str, Any] = {"dynamic_dims": {"x": 0}} if how == "declared" else {}
+    fast = keyed(Attended().eval(), make=rows, dynamic=None if how == "marked" else True, **options)
     for size in (5, 16, 7):
         with pytest.raises(ShapeError, match="'x'") as raised:
-            at_key(compiled, mode, 8, rows(size), capture=rt)
+            fast.at(mode, 8, *rows(size), capture=True)
         assert str(size) in raised.value.found
-        assert rt.stats().captured == 0
-    at_key(compiled, mode, 8, rows(8), capture=rt)
+        assert fast.captured == 0
+    fast.capture(mode, sizes=[8])
     with pytest.raises(ShapeError):
-        at_key(compiled, mode, 8, rows(5))
-    x = rows(8)
-    agrees(at_key(compiled, mode, 8, x), model(x).detach())
+        fast.at(mode, 8, *rows(5))
+    fast.check(mode, sizes=[8])
 
 
 @pytest.mark.parametrize("dims", [{"input": 0}, {}], ids=["a name that no input has", "no names"])
-def test_rows_that_are_not_padded_are_the_error_of_the_call_that_has_them(
-    rt: GraphRuntime, at_key: Run, dims: dict[str, int]
-) -> None:
+def test_rows_that_are_not_padded_are_the_error_of_the_call_that_has_them(keyed: Make, dims: dict[str, int]) -> None:
     """The loop of the guide: Dynamo calls the input of ``nn.Sequential`` ``args[0]``."""
-    model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.ReLU()).eval()
-    options = {"splitting_ops": [], "dynamic_dims": dims}
-    compiled = compiled_with(rt, model, **options)
-    with pytest.raises(ShapeError, match="pad the input to the descriptor's size"):
-        at_key(compiled, "FULL", 8, torch.randn(5, 6), capture=rt)
-    at_key(compiled, "FULL", 8, torch.randn(8, 6), capture=rt)
-    with pytest.raises(ShapeError, match="pad the input to the descriptor's size"):
-        at_key(compiled, "FULL", 8, torch.randn(5, 6))
-    x = torch.randn(8, 6)
-    agrees(at_key(compiled, "FULL", 8, x), model(x).detach())
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU()).eval()
+    fast = keyed(model, splitting_ops=[], dynamic_dims=dims)
+    for capture in (True, False):
+        with pytest.raises(ShapeError, match="pad the input to the descriptor's size"):
+            fast.at("FULL", 8, torch.randn(5, 6), capture=capture)
+        fast.check("FULL", sizes=[8], capture=capture)
 
 
-def test_a_size_that_differs_is_no_number_for_the_key(rt: GraphRuntime, at_key: Run) -> None:
+def test_a_size_that_differs_is_no_number_for_the_key(keyed: Make) -> None:
     """A size that no key names reaches the graph as a number, too."""
 
     def model(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return x.relu() * y.sum(0) + y.shape[0]
 
-    compiled = compiled_with(rt, model, splitting_ops=[], dynamic_dims={"x": 0})
-    at_key(compiled, "FULL", 4, torch.randn(4, 6), torch.randn(3, 6), capture=rt)
+    fast = keyed(model, splitting_ops=[], dynamic_dims={"x": 0})
+    fast.at("FULL", 4, torch.randn(4, 6), torch.randn(3, 6), capture=True)
     with pytest.raises(ShapeError, match=r"input y .*pad the input"):
-        at_key(compiled, "FULL", 4, torch.randn(4, 6), torch.randn(5, 6))
+        fast.at("FULL", 4, torch.randn(4, 6), torch.randn(5, 6))
 
 
 def doubled(x: torch.Tensor) -> torch.Tensor:
@@ -82,85 +75,72 @@ def by_request(x: torch.Tensor) -> torch.Tensor:
     return x.sum(1, keepdim=True) + x
 
 
+def requests(n: int) -> tuple[torch.Tensor]:
+    return (torch.randn(n, 3, 2),)
+
+
+def images(n: int) -> BatchDescriptor:
+    return BatchDescriptor(16, extra=(("images", n),))
+
+
 @pytest.mark.parametrize(
-    ("model", "make", "descriptors"),
+    ("model", "make", "keys"),
     [
-        (doubled, lambda n: (torch.randn(n, 6).mul(2),), [(4, BatchDescriptor(4)), (8, BatchDescriptor(8))]),
-        (pairs, lambda n: (torch.randn(n), torch.randn(2 * n)), [(4, BatchDescriptor(8)), (3, BatchDescriptor(6))]),
-        (
-            by_request,
-            lambda n: (torch.randn(n, 3, 2),),
-            [(4, BatchDescriptor(12, num_reqs=4, uniform=True)), (5, BatchDescriptor(15))],
-        ),
-        (
-            by_request,
-            lambda n: (torch.randn(n, 3, 2),),
-            [(4, BatchDescriptor(16, extra=(("images", 4),))), (5, BatchDescriptor(16, extra=(("images", 5),)))],
-        ),
+        (doubled, lambda n: (torch.randn(n, 6).mul(2),), {4: BatchDescriptor(4), 8: BatchDescriptor(8)}),
+        (pairs, lambda n: (torch.randn(n), torch.randn(2 * n)), {4: BatchDescriptor(8), 3: BatchDescriptor(6)}),
+        (by_request, requests, {4: BatchDescriptor(12, num_reqs=4, uniform=True), 5: BatchDescriptor(15)}),
+        (by_request, requests, {4: images(4), 5: images(5)}),
     ],
     ids=["the size", "twice the size", "a product with fixed sizes", "another field"],
 )
 def test_what_a_key_counts_may_be_another_number_of_the_input(
-    rt: GraphRuntime, at_key: Run, model: Callable[..., Any], make: Any, descriptors: Any
+    keyed: Make, model: Callable[..., Any], make: Any, keys: dict[int, BatchDescriptor]
 ) -> None:
-    compiled = compiled_with(rt, model, dynamic=None)
-    marked = make(descriptors[0][0])
+    fast = keyed(model, make=make, key=keys.__getitem__, dynamic=None)
+    marked = make(next(iter(keys)))
     for tensor in marked:
         torch._dynamo.mark_dynamic(tensor, 0)
-    with rt.capturing():
-        at_key(compiled, "FULL", descriptors[0][1], *marked)
-        for size, descriptor in descriptors:
-            at_key(compiled, "FULL", descriptor, *make(size))
-            with pytest.raises((ShapeError, CaptureError)):
-                at_key(compiled, "FULL", descriptor, *make(7))
-    for size, descriptor in descriptors:
-        args = make(size)
-        agrees(at_key(compiled, "FULL", descriptor, *args), model(*args))
-    assert {(c.captured, c.static_sets) for c in rt.counts().values()} == {(1, 1)}
+    fast.at("FULL", next(iter(keys)), *marked, capture=True)
+    for size in keys:
+        fast.capture("FULL", sizes=[size])
+        with pytest.raises((ShapeError, CaptureError)):
+            fast.at("FULL", size, *make(7), capture=True)
+    fast.check("FULL", sizes=list(keys))
+    assert fast.uses("captured", "static_sets") == {(1, 1)}
 
 
-def test_a_graph_for_one_size_takes_the_key_that_it_comes_with(rt: GraphRuntime, at_key: Run) -> None:
-    model = Attended().eval()
-    compiled = compiled_with(rt, model, dynamic=False)
-    for size in (8, 3):
-        at_key(compiled, "FULL", size, torch.randn(size, 6), capture=rt)
-    for size in (3, 8):
-        x = torch.randn(size, 6)
-        agrees(at_key(compiled, "FULL", size, x), model(x).detach())
+def test_a_graph_for_one_size_takes_the_key_that_it_comes_with(keyed: Make) -> None:
+    fast = keyed(Attended().eval(), dynamic=False)
+    fast.capture("FULL", sizes=(8, 3))
+    fast.check("FULL", sizes=(3, 8))
 
 
-def test_a_graph_for_one_size_is_compared_where_the_dimension_is_declared(rt: GraphRuntime, at_key: Run) -> None:
-    compiled = compiled_with(rt, Attended().eval(), dynamic=False, dynamic_dims={"x": 0})
+def test_a_graph_for_one_size_is_compared_where_the_dimension_is_declared(keyed: Make) -> None:
+    fast = keyed(Attended().eval(), dynamic=False, dynamic_dims={"x": 0})
     with pytest.raises(ShapeError, match="'x'"):
-        at_key(compiled, "FULL", 8, torch.randn(5, 6), capture=rt)
-    assert rt.stats().captured == 0
-    at_key(compiled, "FULL", 8, torch.randn(8, 6), capture=rt)
+        fast.at("FULL", 8, torch.randn(5, 6), capture=True)
+    assert fast.captured == 0
+    fast.capture("FULL", sizes=[8])
 
 
-def test_declared_fields_are_read_from_the_key_without_capture_sizes(rt: GraphRuntime, at_key: Run) -> None:
-    dims = {"x": {0: "num_reqs", 1: "seq_len"}}
-    compiled = compiled_with(rt, by_request, dynamic_dims=dims)
+def test_declared_fields_are_read_from_the_key_without_capture_sizes(keyed: Make) -> None:
     key = BatchDescriptor(12, num_reqs=3, extra=(("seq_len", 4),))
+    dims = {"x": {0: "num_reqs", 1: "seq_len"}}
+    fast = keyed(by_request, make=lambda size: (torch.randn(3, 4),), key=lambda size: key, dynamic_dims=dims)
     for shape in ((4, 3), (3, 5)):
         with pytest.raises(ShapeError, match="'x'"):
-            at_key(compiled, "FULL", key, torch.randn(*shape), capture=rt)
-    x = torch.randn(3, 4)
-    agrees(at_key(compiled, "FULL", key, x, capture=rt), by_request(x))
-    agrees(at_key(compiled, "FULL", key, x + 1), by_request(x + 1))
+            fast.at("FULL", key, torch.randn(*shape), capture=True)
+    fast.check("FULL", capture=True)
+    fast.check("FULL")
 
 
-def test_several_symbols_leave_open_what_the_key_counts(rt: GraphRuntime, at_key: Run) -> None:
+def test_several_symbols_leave_open_what_the_key_counts(keyed: Make) -> None:
     """An image has a height and a width, and its key counts patches."""
-
-    def model(x: torch.Tensor) -> torch.Tensor:
-        return x.relu() + 1
-
-    compiled = compiled_with(rt, model)
-    x = torch.randn(28, 42)
-    agrees(at_key(compiled, "FULL", 2 * 3, x, capture=rt), model(x))
-    agrees(at_key(compiled, "FULL", 2 * 3, x + 1), model(x + 1))
+    fast = keyed(lambda x: x.relu() + 1, make=lambda size: (torch.randn(28, 42),))
+    fast.check("FULL", sizes=[2 * 3], capture=True)
+    fast.check("FULL", sizes=[2 * 3])
     with pytest.raises((ShapeError, CaptureError)):
-        at_key(compiled, "FULL", 2 * 3, torch.randn(42, 28))
+        fast.at("FULL", 2 * 3, torch.randn(42, 28))
 
 
 # Outputs whose size depends on data are returned whole, beside other sizes that are padded.
@@ -199,25 +179,23 @@ def whole_graphs() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("whole_graphs")
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@COMPILERS
 @pytest.mark.parametrize("check", ["prove", "declared"])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_results_of_ragged_sizes_are_those_of_eager(rt: GraphRuntime, name: str, check: str, compiler: str) -> None:
+def test_results_of_ragged_sizes_are_those_of_eager(compiled: Make, name: str, check: str, compiler: str) -> None:
     program, is_padded = PROGRAMS[name]
-    options = {"compiler": compiler, "runtime": rt, "dispatch": "auto", "padding_check": check}
-    options |= {"dynamic_dims": {"x": {1: "length"}}, "on_fallback": "silent"}
-    fast = torch.compile(program, backend="cgpass", dynamic=True, fullgraph=True, options=options)
+    options: dict[str, Any] = {"compiler": compiler, "padding_check": check, "dynamic_dims": {"x": {1: "length"}}}
+    fast = compiled(program, dynamic=True, fullgraph=True, on_fallback="silent", **options)
     generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for rows, length in CALLS:
-            x = torch.randn(rows, length, 4, generator=generator)
-            n = torch.randint(1, 4, (rows,), generator=generator)
-            x_eager, n_eager = x.clone(), n.clone()
-            want = Observed.of(results=program(x_eager, n_eager), x=x_eager, n=n_eager)
-            got = Observed.of(results=fast(x, n), x=x, n=n)
-            assert got.difference(want) is None, f"{rows} rows of {length}"
-    (record,) = rt.callables()
+    for rows, length in CALLS:
+        x = torch.randn(rows, length, 4, generator=generator)
+        n = torch.randint(1, 4, (rows,), generator=generator)
+        x_eager, n_eager = x.clone(), n.clone()
+        want = Observed.of(results=program(x_eager, n_eager), x=x_eager, n=n_eager)
+        got = Observed.of(results=fast(x, n), x=x, n=n)
+        assert got.difference(want) is None, f"{rows} rows of {length}"
+    (record,) = fast.rt.callables()
     if check == "prove":
-        assert {size.field: size.is_padded for size in record.sizes}["length"] == is_padded
-    captured_regions = [region for region in record.regions if region.kind == "captured"]
-    assert bool(captured_regions) == any(counts.replayed for counts in rt.counts().values())
+        assert fast.padded_sizes["length"] == is_padded
+    is_captured = any(region.kind == "captured" for region in record.regions)
+    assert is_captured == (fast.rt.stats().replayed > 0)

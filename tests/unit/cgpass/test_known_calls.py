@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,27 +10,24 @@ import torch
 from torch import nn
 
 import cgpass.callable
-import graphpass as gp
 from cgpass.callable import GraphedCallable
 from graphpass.capture.replay import EntryTable
 from graphpass.paddedmemory import PaddedArguments, PaddedInput, dense_strides
+from tests.unit.cgpass.attended import Make
+from tests.unit.compiled import Compiled, agrees
+from tests.unit.models import module
 
 
-class Tagger(nn.Module):
+def tags(self: Any, ids: torch.Tensor, kinds: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Two inputs of one dtype, two weights, and results of several kinds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.last = nn.Embedding(10, 4), nn.Linear(4, 4)
-
-    def forward(self, ids: torch.Tensor, kinds: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        rows = self.last(self.table(ids) + kinds[..., None])
-        return rows, rows.argmax(-1), ids + kinds
+    rows = self.last(self.table(ids) + kinds[..., None])
+    return rows, rows.argmax(-1), ids + kinds
 
 
-def compiled(model: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    torch.compiler.reset()
-    return torch.compile(model, backend="cgpass", dynamic=True, options={"compiler": "eager", **options})
+@pytest.fixture
+def tagger(compiled: Make) -> Compiled:
+    model = module(tags, table=nn.Embedding(10, 4), last=nn.Linear(4, 4))
+    return compiled(model, dynamic=True, make=batch)
 
 
 def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,45 +47,33 @@ def lookups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("size", [4, 5])
-def test_later_calls_of_a_size_look_nothing_up(size: int, lookups: list[int]) -> None:
-    model = Tagger()
-    fast = compiled(model)
+def test_later_calls_of_a_size_look_nothing_up(size: int, tagger: Compiled, lookups: list[int]) -> None:
     for _ in range(4):
-        fast(*batch(size))
+        tagger(*batch(size))
     lookups.clear()
-    for _ in range(3):
-        given = batch(size)
-        torch.testing.assert_close(fast(*given), model(*given))
+    tagger.serve([size] * 3)
     assert not lookups
-    (use,) = [use for use in gp.runtime_of(fast).counts().values() if use.captured]
+    (use,) = [use for use in tagger.rt.counts().values() if use.captured]
     assert use.replayed == 6
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("weight", ["table", "last"])
-def test_a_weight_that_is_exchanged_between_calls_is_read(weight: str) -> None:
-    model = Tagger()
-    fast = compiled(model)
-    given, parameter = batch(5), getattr(model, weight).weight
+def test_a_weight_that_is_exchanged_between_calls_is_read(weight: str, tagger: Compiled) -> None:
+    given, parameter = batch(5), getattr(tagger.model, weight).weight
     first, second = parameter.data, torch.randn_like(parameter)
     for data in (first, first, first, first, second, second, second, first, second):
         parameter.data = data
-        torch.testing.assert_close(fast(*given), model(*given))
+        agrees(tagger(*given), tagger.model(*given))
 
 
-@torch.no_grad()
-def test_after_a_graph_was_dropped_it_is_looked_up_again(lookups: list[int]) -> None:
-    model = Tagger()
-    fast = compiled(model)
-    given = batch(5)
+def test_after_a_graph_was_dropped_it_is_looked_up_again(tagger: Compiled, lookups: list[int]) -> None:
+    given, model = batch(5), tagger.model
     for _ in range(4):
-        fast(*given)
+        tagger(*given)
     model.last.weight = nn.Parameter(torch.randn(4, 4), requires_grad=False)  # the old weight dies, and its graph
     lookups.clear()
-    for _ in range(4):
-        torch.testing.assert_close(fast(*given), model(*given))
+    tagger.serve([given] * 4)
     assert lookups
 
 
@@ -119,16 +104,12 @@ def test_instances_that_share_a_callable_have_each_their_replay(lookups: list[in
     assert not lookups
 
 
-@torch.no_grad()
-def test_padding_that_contents_decide_is_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_that_contents_decide_is_checked_again(compiled: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """An index names rows: its contents decide, so that padded calls 1, 2, 4 and 8 are checked."""
     checked, check = list[int](), cgpass.callable.check_padding
     monkeypatch.setattr(cgpass.callable, "check_padding", lambda call: checked.append(1) or check(call))
-    options = {"dynamic_dims": {"x": 0}, "capture_sizes": [8]}
-    model = lambda x, index: x.index_select(0, index)  # noqa: E731
-    fast, x, index = compiled(model, **options), torch.randn(5, 4), torch.tensor([0, 4, 2])
-    for _ in range(9):
-        torch.testing.assert_close(fast(x, index), model(x, index))
+    fast = compiled(lambda x, index: x.index_select(0, index), dynamic=True, dynamic_dims={"x": 0}, capture_sizes=[8])
+    fast.serve([(torch.randn(5, 4), torch.tensor([0, 4, 2]))] * 9)
     assert len(checked) == 4
 
 
@@ -160,17 +141,11 @@ def test_inputs_that_are_filled_together_hold_what_each_alone_holds(
         torch.testing.assert_close(beside.buffer, alone.buffer, rtol=0, atol=0)
 
 
-@torch.no_grad()
-def test_dynamo_passes_only_what_the_graph_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dynamo_passes_only_what_the_graph_reads(compiled: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """With ``dynamic=True`` each float of a module is an argument, which costs a conversion in every call."""
 
-    class Normed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.scale = nn.LayerNorm(4, eps=1e-3), 0.25
-
-        def forward(self, x: torch.Tensor, factor: float) -> torch.Tensor:
-            return self.norm(x) * self.scale * factor
+    def scaled(self: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        return self.norm(x) * self.scale * factor
 
     passed, call = list[int](), GraphedCallable.__call__
 
@@ -179,12 +154,9 @@ def test_dynamo_passes_only_what_the_graph_reads(monkeypatch: pytest.MonkeyPatch
         return call(graphed, *given)
 
     monkeypatch.setattr(GraphedCallable, "__call__", counted)
-    model = Normed()
-    fast = compiled(model)
-    for size, factor in ((5, 2.0), (5, 3.0), (6, 4.0), (6, 2.0)):
-        x = torch.randn(size, 4)
-        torch.testing.assert_close(fast(x, factor), model(x, factor))
+    model: Any = module(scaled, norm=nn.LayerNorm(4, eps=1e-3), scale=0.25)
+    fast = compiled(model, dynamic=True)
+    fast.serve([(torch.randn(size, 4), factor) for size, factor in ((5, 2.0), (5, 3.0), (6, 4.0), (6, 2.0))])
     assert set(passed) == {5}  # x, its size, the factor, weight and bias
     model.norm.eps, model.scale = 1e-1, 0.5
-    x = torch.randn(5, 4)
-    torch.testing.assert_close(fast(x, 2.0), model(x, 2.0))
+    fast.serve([(torch.randn(5, 4), 2.0)])

@@ -10,107 +10,84 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import graphpass as gp
 from cgpass import paddingcheck
 from graphpass.regions import PaddedValue, register_padding_rule
+from tests.unit.cgpass.attended import Make
 from tests.unit.cgpass.leaks import BOTH, LEAKS, RIGHT, agree, around, is_padded, refusals
+from tests.unit.compiled import Compiled, agrees
+from tests.unit.models import module
+
+RAGGED = (5, 7, 6, 5, 7, 6, 5)
 
 
-class Widths(nn.Module):
-    """Looks up the width of boxes, of which all integers are smaller than the table only as long as corners match."""
-
-    def __init__(self, *, in_two_inputs: bool) -> None:
-        super().__init__()
-        self.table = nn.Embedding(4, 3)
-        self.in_two_inputs = in_two_inputs
-
-    def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        width = right - left if self.in_two_inputs else left[:, 1] - left[:, 0]
-        return self.table(width) + 1
+def assert_padded(fast: Compiled) -> None:
+    """Some call replayed a larger graph, and no problem is reported."""
+    assert fast.problems == ()
+    assert fast.is_padded
 
 
 @pytest.mark.parametrize("in_two_inputs", [True, False])
 @pytest.mark.parametrize("smallest", [1, 3])
-def test_an_index_of_two_integers_stays_valid(smallest: int, in_two_inputs: bool) -> None:
-    torch.manual_seed(0)
-    model = Widths(in_two_inputs=in_two_inputs).eval()
-    fast = torch.compile(model, backend="cgpass", options={"compiler": "eager"})
-    sizes = [8, 7, 8, 7, smallest, smallest + 1, smallest, 6, 5, 6, 5]
-    with torch.no_grad():
-        for size in sizes:
-            left = torch.randint(100, 1000, (size,))
-            right = left + torch.randint(0, 4, (size,))
-            if not in_two_inputs:
-                left = torch.stack([left, right], dim=1)
-            torch.testing.assert_close(fast(left, right), model(left, right))
-    runtime = gp.runtime_of(fast)
-    figures = runtime.report().figures
-    assert any(size.verdict == "proved" for record in figures.callables for size in record.sizes)
-    assert any(key.padding for key in figures.keys)
+def test_an_index_of_two_integers_stays_valid(compiled: Make, smallest: int, in_two_inputs: bool) -> None:
+    """Looks up the width of boxes, of which all integers are smaller than the table only as long as corners match."""
 
+    def widths(self: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return self.table(right - left if in_two_inputs else left[:, 1] - left[:, 0]) + 1
 
-class Categories(nn.Module):
-    """One column of a float matrix is a category, or a time is an index: floats that become indices."""
+    def boxes(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        left = torch.randint(100, 1000, (size,))
+        right = left + torch.randint(0, 4, (size,))
+        return left if in_two_inputs else torch.stack([left, right], dim=1), right
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(10, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.table(x[:, 0].long()) + x[:, 1:]
+    fast = compiled(module(widths, table=nn.Embedding(4, 3)).eval(), make=boxes)
+    fast.serve([8, 7, 8, 7, smallest, smallest + 1, smallest, 6, 5, 6, 5])
+    assert any(size.verdict == "proved" for record in fast.rt.report().figures.callables for size in record.sizes)
+    assert fast.is_padded
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_floats_that_become_indices_stay_valid(mode: str) -> None:
-    torch.manual_seed(0)
-    model = Categories().eval()
-    fast = torch.compile(model, backend="cgpass", options={"compiler": "eager", "mode": mode})
-    with torch.no_grad():
-        for size in (5, 7, 6, 5, 7, 6, 5):
-            x = torch.cat([torch.randint(0, 10, (size, 1)).float(), torch.randn(size, 3)], 1)
-            torch.testing.assert_close(fast(x), model(x))
-    report = gp.runtime_of(fast).report()
-    assert report.problems == ()
-    assert any(key.padding for key in report.figures.keys)
-
-
-def test_probabilities_stay_probabilities() -> None:
-    fast = torch.compile(
-        lambda x: x + nn.functional.binary_cross_entropy(x, x, reduction="none"),
-        backend="cgpass",
-        options={"compiler": "eager", "dynamic_dims": {"x": 0}, "padding_check": "declared"},
+def test_floats_that_become_indices_stay_valid(compiled: Make, mode: str) -> None:
+    """One column of a float matrix is a category."""
+    fast = compiled(
+        module(lambda self, x: self.table(x[:, 0].long()) + x[:, 1:], table=nn.Embedding(10, 3)).eval(),
+        make=lambda size: (torch.cat([torch.randint(0, 10, (size, 1)).float(), torch.randn(size, 3)], 1),),
+        mode=mode,
     )
-    with torch.no_grad():
-        for size in (5, 7, 6, 5, 7, 6, 5):
-            fast(torch.rand(size, 3))
-    report = gp.runtime_of(fast).report()
-    assert report.problems == ()
-    assert any(key.padding for key in report.figures.keys)
+    fast.serve(RAGGED)
+    assert_padded(fast)
 
 
-class Scattered(nn.Module):
-    """Sums messages along edges: an edge in the padding is one more message."""
-
-    def forward(self, nodes: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
-        source, target = edges
-        return torch.zeros_like(nodes).index_add(0, target, nodes[source])
+def test_probabilities_stay_probabilities(compiled: Make) -> None:
+    fast = compiled(
+        lambda x: x + F.binary_cross_entropy(x, x, reduction="none"),
+        make=lambda size: (torch.rand(size, 3),),
+        dynamic_dims={"x": 0},
+        padding_check="declared",
+    )
+    fast.serve(RAGGED)
+    assert_padded(fast)
 
 
 @pytest.mark.parametrize(
     "options", [{"padding": {"edges": 0}}, {"dynamic_dims": {"edges": 1}}], ids=["constant", "equal"]
 )
-def test_padding_whose_contents_say_nothing_is_compared_with_a_run_without_it(options: dict[str, Any]) -> None:
+def test_padding_whose_contents_say_nothing_is_compared_with_a_run_without_it(
+    compiled: Make, options: dict[str, Any]
+) -> None:
     """Padding of a declared constant has no other contents, and copies of equal edges are equal edges."""
-    torch.manual_seed(0)
-    model = Scattered().eval()
-    fast = torch.compile(model, backend="cgpass", options={"compiler": "eager", **options})
-    with torch.no_grad():
-        for size in (20, 15, 30, 13) * 3:
-            nodes, edges = torch.randn(10, 4), torch.zeros(2, size, dtype=torch.int64)
-            if "padding" in options:
-                edges.random_(10)
-            torch.testing.assert_close(fast(nodes, edges), model(nodes, edges))
-    (problem,) = [problem for problem in gp.runtime_of(fast).report().problems if "no longer padded" in problem.what]
+
+    def scattered(nodes: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        """Sums messages along edges: an edge in the padding is one more message."""
+        source, target = edges
+        return torch.zeros_like(nodes).index_add(0, target, nodes[source])
+
+    def made(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        edges = torch.zeros(2, size, dtype=torch.int64)
+        return torch.randn(10, 4), edges.random_(10) if "padding" in options else edges
+
+    fast = compiled(scattered, make=made, **options)
+    fast.serve((20, 15, 30, 13) * 3)
+    problem = fast.problem("no longer padded")
     assert "differ from a run without padding" in problem.what
     assert problem.times == 1
 
@@ -124,49 +101,37 @@ jitter.register_fake(torch.empty_like)
 register_padding_rule("graphpasstest_contents::jitter", lambda call: PaddedValue(call.tensor("x").factors))
 
 
-def test_an_operator_that_draws_numbers_is_not_taken_for_a_dependence() -> None:
-    fast = torch.compile(lambda x: jitter(x), backend="cgpass", options={"compiler": "eager"})
-    with torch.no_grad():
-        for size in (5, 7, 6, 5, 7, 6, 5):
-            fast(torch.randn(size, 3))
-    assert gp.runtime_of(fast).report().problems == ()
-    assert gp.runtime_of(fast).stats().replayed > 0
+def test_an_operator_that_draws_numbers_is_not_taken_for_a_dependence(compiled: Make) -> None:
+    fast = compiled(lambda x: jitter(x))
+    for size in RAGGED:
+        fast(torch.randn(size, 3))
+    assert fast.problems == ()
+    assert fast.rt.stats().replayed > 0
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_inputs_that_share_memory_in_the_first_calls_alone(mode: str) -> None:
+def test_inputs_that_share_memory_in_the_first_calls_alone(compiled: Make, mode: str) -> None:
     """A result that is a view of one of them is a view of that one in later calls, too."""
-    fast = torch.compile(
-        lambda x, y: (y + x, x[1:], y.t()), backend="cgpass", dynamic=True, options={"compiler": "eager", "mode": mode}
-    )
-    with torch.no_grad():
-        for call in range(8):
-            x = torch.randn(5, 4)
-            y = x.detach() if call < 3 else torch.randn(5, 4)
-            _, of_x, of_y = fast(x, y)
-            for found, expected in ((of_x, x[1:]), (of_y, y.t())):
-                torch.testing.assert_close(found, expected)
-                assert found.data_ptr() == expected.data_ptr()
-    assert gp.runtime_of(fast).stats().replayed > 0
+    fast = compiled(lambda x, y: (y + x, x[1:], y.t()), dynamic=True, mode=mode)
+    for call in range(8):
+        x = torch.randn(5, 4)
+        y = x.detach() if call < 3 else torch.randn(5, 4)
+        _, of_x, of_y = fast(x, y)
+        for found, expected in ((of_x, x[1:]), (of_y, y.t())):
+            agrees(found, expected)
+            assert found.data_ptr() == expected.data_ptr()
+    assert fast.rt.stats().replayed > 0
 
 
-def test_an_expanded_output_is_padded() -> None:
+def test_an_expanded_output_is_padded(compiled: Make) -> None:
     layer = nn.Linear(3, 3).eval()
-    fast = torch.compile(
+    fast = compiled(
         lambda x: (layer(x).mean(1, keepdim=True).expand(-1, 8), layer(x)[:, :1].expand(-1, 2)),
-        backend="cgpass",
-        options={"compiler": "eager"},
+        make=lambda size: (torch.randn(size, 3),),
     )
-    with torch.no_grad():
-        for size in (5, 7, 6, 5, 7, 6, 5):
-            x = torch.randn(size, 3)
-            wide, narrow = fast(x)
-            torch.testing.assert_close(wide, layer(x).mean(1, keepdim=True).expand(-1, 8))
-            torch.testing.assert_close(narrow, layer(x)[:, :1].expand(-1, 2))
-            assert wide.stride(1) == 0
-    report = gp.runtime_of(fast).report()
-    assert report.problems == ()
-    assert any(key.padding for key in report.figures.keys)
+    fast.serve(RAGGED)
+    assert fast(torch.randn(5, 3))[0].stride(1) == 0
+    assert_padded(fast)
 
 
 def unit(x: torch.Tensor) -> torch.Tensor:
@@ -196,39 +161,42 @@ NOT_FINITE: dict[str, Callable[..., torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("program", NOT_FINITE.values(), ids=NOT_FINITE)
-def test_nothing_absorbs_nan(program: Callable[..., torch.Tensor]) -> None:
+def test_nothing_absorbs_nan(compiled: Make, program: Callable[..., torch.Tensor]) -> None:
     names = {name: {0: "rows", 1: "length"} for name in "xm"}
-    options = {"compiler": "aot_eager", "padding": {"m": 0}, "dynamic_dims": names}
-    fast = torch.compile(program, backend="cgpass", dynamic=True, options=options)
-    with torch.no_grad():
-        for length in (5, 7, 5, 7, 9, 10):
-            x, mask = torch.randn(3, length, 8), torch.ones(3, length, 1)
-            torch.testing.assert_close(fast(x, mask), program(x, mask))
-    (record,) = gp.runtime_of(fast).report().figures.callables
-    padded = {size.field: size.is_padded for size in record.sizes}
-    assert (padded["rows"], padded["length"]) == (True, False)
+    fast = compiled(
+        program,
+        make=lambda length: (torch.randn(3, length, 8), torch.ones(3, length, 1)),
+        dynamic=True,
+        compiler="aot_eager",
+        padding={"m": 0},
+        dynamic_dims=names,
+    )
+    fast.serve((5, 7, 5, 7, 9, 10))
+    assert (fast.padded_sizes["rows"], fast.padded_sizes["length"]) == (True, False)
 
 
 # A leak of 1/n, which is smaller than rounding, is found before a wrong result is handed out; right programs pad.
 
 
-DECLARED = {"compiler": "eager", "dynamic_dims": {"x": 0}, "padding_check": "declared"}
+DECLARED: dict[str, Any] = {"dynamic_dims": {"x": 0}, "padding_check": "declared"}
+
+
+def assert_refused(name: str, size: int, dtype: torch.dtype) -> None:
+    runtime = agree(LEAKS[name], around(size), dtype)
+    assert len(refusals(runtime)) == 1
+    assert not is_padded(runtime)
 
 
 @pytest.mark.parametrize("name", LEAKS)
 def test_a_leak_is_refused(name: str) -> None:
-    runtime = agree(LEAKS[name], around(1024), torch.float32)
-    assert len(refusals(runtime)) == 1
-    assert not is_padded(runtime)
+    assert_refused(name, 1024, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [64, 1000, 100_000])
 @pytest.mark.parametrize("name", BOTH)
 def test_a_mean_is_refused_at_any_size_and_type(name: str, size: int, dtype: torch.dtype) -> None:
-    runtime = agree(LEAKS[name], around(size), dtype)
-    assert len(refusals(runtime)) == 1
-    assert not is_padded(runtime)
+    assert_refused(name, size, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -239,7 +207,7 @@ def test_what_does_not_leak_is_padded(name: str, dtype: torch.dtype) -> None:
     assert is_padded(runtime)
 
 
-def test_an_entry_that_cancels_out_is_no_leak() -> None:
+def test_an_entry_that_cancels_out_is_no_leak(compiled: Make) -> None:
     """A multiplication of 33 and of 64 rows rounds otherwise; of a mean of 0 only this rounding is left."""
     torch.manual_seed(0)
     up, down = torch.randn(512, 768), torch.randn(768, 512)
@@ -248,12 +216,11 @@ def test_an_entry_that_cancels_out_is_no_leak() -> None:
         means = x.cumsum(0) / torch.arange(1, x.shape[0] + 1)[:, None]  # not proved
         return F.layer_norm(F.gelu(x @ up) @ down, (512,)).mean(1), means
 
-    fast = torch.compile(model, backend="cgpass", options={**DECLARED, "capture_sizes": [64]})
-    with torch.no_grad():
-        for size in (33, 37, 41, 33, 61):
-            fast(torch.randn(size, 512))
-    assert refusals(gp.runtime_of(fast)) == []
-    assert is_padded(gp.runtime_of(fast))
+    fast = compiled(model, **DECLARED, capture_sizes=[64])
+    for size in (33, 37, 41, 33, 61):
+        fast(torch.randn(size, 512))
+    assert refusals(fast.rt) == []
+    assert fast.is_padded
 
 
 @torch.library.custom_op("graphpasstest_leaks::doubled", mutates_args=())
@@ -295,18 +262,16 @@ OWN_TYPE = {
 
 
 @pytest.mark.parametrize("name", OWN_TYPE)
-def test_an_operator_without_float64_is_compared_in_its_own_type(name: str) -> None:
+def test_an_operator_without_float64_is_compared_in_its_own_type(compiled: Make, name: str) -> None:
     function, leaks = OWN_TYPE[name]
     torch.manual_seed(0)
-    fast = torch.compile(function, backend="cgpass", options={**DECLARED, "padding": {"x": 0.0}})
-    with torch.no_grad():
-        for size in (1015, 1015, 1017, 1015):
-            x = torch.randn(size, 8) + 2
-            torch.testing.assert_close(fast(x), function(x), rtol=1e-4, atol=1e-4)
-    problems = [problem.what for problem in gp.runtime_of(fast).report().problems]
-    assert any("no float64 for" in what for what in problems)
-    assert bool(refusals(gp.runtime_of(fast))) == leaks
-    assert is_padded(gp.runtime_of(fast)) != leaks
+    fast = compiled(function, **DECLARED, padding={"x": 0.0})
+    for size in (1015, 1015, 1017, 1015):
+        x = torch.randn(size, 8) + 2
+        agrees(fast(x), function(x), rtol=1e-4, atol=1e-4)
+    assert any("no float64 for" in problem.what for problem in fast.problems)
+    assert bool(refusals(fast.rt)) == leaks
+    assert fast.is_padded != leaks
 
 
 @torch.library.custom_op("graphpasstest_leaks::normed", mutates_args=())
@@ -319,56 +284,47 @@ register_padding_rule("graphpasstest_leaks::normed", lambda call: PaddedValue(ca
 
 
 @pytest.mark.parametrize("function", [normed, lambda x: normed(x).nan_to_num(1.0, float("inf"))], ids=["nan", "inf"])
-def test_what_is_not_finite_is_compared_with_a_run_without_padding(function: Callable[..., Any]) -> None:
+def test_what_is_not_finite_is_compared_with_a_run_without_padding(
+    compiled: Make, function: Callable[..., Any]
+) -> None:
     """A rule promises what is not true; the padding of a declared constant has no other contents."""
-    fast = torch.compile(lambda x: function(x), backend="cgpass", options={"compiler": "eager", "padding": {"x": 0.0}})
-    with torch.no_grad():
-        for size in (5, 7, 6, 5, 7, 6, 5):
-            x = torch.randn(size, 3)
-            torch.testing.assert_close(fast(x), function(x))
-    (refusal,) = refusals(gp.runtime_of(fast))
+    fast = compiled(lambda x: function(x), make=lambda size: (torch.randn(size, 3),), padding={"x": 0.0})
+    fast.serve(RAGGED)
+    (refusal,) = refusals(fast.rt)
     assert "not finite" in refusal
 
 
-def test_what_is_not_finite_without_padding_either_is_padded() -> None:
-    fast = torch.compile(lambda x: (x / 0, x * 2), backend="cgpass", options={"compiler": "eager"})
-    with torch.no_grad():
-        for size in (5, 7, 6, 5, 7, 6, 5):
-            x = torch.randn(size, 3).relu()
-            torch.testing.assert_close(fast(x), (x / 0, x * 2), equal_nan=True)
-    assert refusals(gp.runtime_of(fast)) == []
-    assert is_padded(gp.runtime_of(fast))
+def test_what_is_not_finite_without_padding_either_is_padded(compiled: Make) -> None:
+    fast = compiled(lambda x: (x / 0, x * 2))
+    for size in RAGGED:
+        x = torch.randn(size, 3).relu()
+        agrees(fast(x), (x / 0, x * 2), equal_nan=True)
+    assert refusals(fast.rt) == []
+    assert fast.is_padded
 
 
-class Counts(torch.nn.Module):
+def counts(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Writes to a counter, to a buffer and to its argument."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("total", torch.zeros(8))
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls.add_(1)
-        self.total.add_(x.flip(0).sum(0))
-        x.mul_(2)
-        return x + self.total
+    self.calls.add_(1)
+    self.total.add_(x.flip(0).sum(0))
+    x.mul_(2)
+    return x + self.total
 
 
-def test_a_run_in_float64_writes_to_copies() -> None:
+def test_a_run_in_float64_writes_to_copies(compiled: Make) -> None:
     torch.manual_seed(0)
-    model, reference = Counts(), Counts()
-    fast = torch.compile(model, backend="cgpass", options={**DECLARED, "padding": {"x": 0.0}})
-    with torch.no_grad():
-        for size in (13, 13, 9, 13, 9, 11):
-            x = torch.randn(size, 8)
-            given = x.clone()
-            torch.testing.assert_close(fast(given), reference(x))
-            torch.testing.assert_close(given, x)
-            torch.testing.assert_close(model.total, reference.total)
-            assert model.calls == reference.calls
-    assert refusals(gp.runtime_of(fast)) == []
-    assert is_padded(gp.runtime_of(fast))
+    model, reference = (
+        module(counts, total=torch.zeros(8), calls=torch.zeros((), dtype=torch.int64)) for _ in range(2)
+    )
+    fast = compiled(model, **DECLARED, padding={"x": 0.0})
+    for size in (13, 13, 9, 13, 9, 11):
+        x = torch.randn(size, 8)
+        given = x.clone()
+        agrees(fast(given), reference(x))
+        agrees(given, x)
+        agrees(dict(model.named_buffers()), dict(reference.named_buffers()))
+    assert refusals(fast.rt) == []
+    assert fast.is_padded
 
 
 @pytest.mark.parametrize("of_found", [3, 2])

@@ -19,51 +19,43 @@ from graphpass import GraphRuntime
 from graphpass.capture.cuda import PROCESS_MEMORY
 from graphpass.dispatch.recurring import CALLS_BETWEEN, OwnGraphs, RecurringSize, Times
 from tests.threads import in_threads
+from tests.unit.compiled import Compiled, agrees
+from tests.unit.models import module
 
 # A size of 17 pads to 24: 7 rows a call, and a capture counts as 16 * 17 rows.
 SIZE, KEY, CALLS = 17, 24, -(-16 * 17 // 7)
 MODES = pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "PIECEWISE"])
 
 
-class Rows(nn.Module):
+def row_by_row(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.second(self.first(x).relu() * 3).tanh()
+
+
+def rowwise() -> Any:
     """Row-wise, so that its batch is padded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 12), nn.Linear(12, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x).relu() * 3).tanh()
+    return module(row_by_row, first=nn.Linear(6, 12), second=nn.Linear(12, 6)).eval()
 
 
-class Summing(nn.Module):
-    """Written state of every size, whose sum tells whether each call counted once."""
+class Served(Compiled):
+    """A model under auto dispatch that has compiled its sizes."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+    def __init__(
+        self,
+        rt: GraphRuntime,
+        model: Callable[..., Any] | None = None,
+        mode: str = "FULL_AND_PIECEWISE",
+        **options: Any,
+    ) -> None:
+        splits = ["aten::relu"] if mode == "PIECEWISE" else []
+        options = {"dispatch": "auto", "splitting_ops": splits, **options}
+        super().__init__(rt, model or rowwise(), mode=mode, **options)
+        self.call(3, 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return x.relu() * 2
+    def call(self, *sizes: int, times: int = 1) -> None:
+        self.serve(sizes * times)
 
-
-def compiled_of(model: Callable[..., Any], rt: GraphRuntime, mode: str = "FULL_AND_PIECEWISE", **options: Any) -> Any:
-    splits = ["aten::relu"] if mode == "PIECEWISE" else []
-    given = {"compiler": "eager", "runtime": rt, "dispatch": "auto", "mode": mode, "splitting_ops": splits, **options}
-    compiled = torch.compile(model, backend="cgpass", dynamic=True, options=given)
-    call(compiled, 3)
-    call(compiled, 2)
-    return compiled
-
-
-def call(compiled: Callable[..., Any], size: int, times: int = 1, model: Callable[..., Any] | None = None) -> None:
-    for _ in range(times):
-        x = torch.randn(size, 6)
-        with torch.no_grad():
-            result = compiled(x)
-            if model is not None:
-                torch.testing.assert_close(result, model(x))
+    def exact(self) -> dict[int, int]:
+        return exact(self.rt)
 
 
 def exact(rt: GraphRuntime) -> dict[int, int]:
@@ -79,89 +71,89 @@ def exact(rt: GraphRuntime) -> dict[int, int]:
 
 @MODES
 def test_a_size_gets_a_graph_once_its_padding_has_cost_one(mode: str, rt: GraphRuntime) -> None:
-    model = Rows().eval()
-    compiled = compiled_of(model, rt, mode)
-    call(compiled, KEY, 2)
-    call(compiled, SIZE, CALLS, model)
-    assert exact(rt) == {}
-    call(compiled, SIZE, 1, model)
-    assert exact(rt) == {SIZE: 1}
-    call(compiled, SIZE, 5, model)
-    assert exact(rt) == {SIZE: 6}
+    fast = Served(rt, mode=mode)
+    fast.call(KEY, times=2)
+    for times, replayed in ((CALLS, {}), (1, {SIZE: 1}), (5, {SIZE: 6})):
+        fast.call(SIZE, times=times)
+        assert fast.exact() == replayed
 
 
 def test_results_are_equal_before_and_after(rt: GraphRuntime) -> None:
     """Entry by entry, so that no size rounds in another way: all bits are eager's."""
-    compiled = compiled_of(lambda x: (x * 3).sin() + 1, rt)
-    call(compiled, KEY, 2)
+    fast = Served(rt, lambda x: (x * 3).sin() + 1)
+    fast.call(KEY, times=2)
     for _ in range(2 * CALLS):
         x = torch.randn(SIZE, 6)
-        with torch.no_grad():
-            assert torch.equal(compiled(x), (x * 3).sin() + 1)
-    assert exact(rt)[SIZE] > 1
+        assert torch.equal(fast(x), (x * 3).sin() + 1)
+    assert fast.exact()[SIZE] > 1
+
+
+def summing(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Written state of every size, whose sum tells whether each call counted once."""
+    self.calls += 1
+    return x.relu() * 2
 
 
 def test_state_is_written_once_a_call(rt: GraphRuntime) -> None:
-    model = Summing().eval()
-    compiled = compiled_of(model, rt)
+    model: Any = module(summing, calls=torch.zeros((), dtype=torch.int64))
+    fast = Served(rt, model)
+    fast.model = lambda x: x.relu() * 2
     model.calls.zero_()
-    call(compiled, SIZE, 2 * CALLS)
-    assert exact(rt)[SIZE] > 1
+    fast.call(SIZE, times=2 * CALLS)
+    assert fast.exact()[SIZE] > 1
     assert int(model.calls) == 2 * CALLS
 
 
 def test_zero_bytes_mean_none(rt: GraphRuntime) -> None:
-    compiled = compiled_of(Rows().eval(), rt, graph_bytes=0)
-    call(compiled, SIZE, 3 * CALLS)
-    assert exact(rt) == {}
+    fast = Served(rt, graph_bytes=0)
+    fast.call(SIZE, times=3 * CALLS)
+    assert fast.exact() == {}
 
 
 def test_beside_declared_sizes_only_with_bytes_of_the_user() -> None:
     declared: dict[str, Any] = {"capture_sizes": {"rows": [8, KEY]}, "compiler": "eager"}
     for options, expected in ((declared, False), ({**declared, "graph_bytes": 1 << 20}, True)):
-        graphed = gp.graphed(Rows().eval(), dynamic_dims={"x": {0: "rows"}}, **options)
-        call(graphed, KEY, 3)
-        call(graphed, SIZE, 2 * CALLS)
+        graphed = gp.graphed(rowwise(), dynamic_dims={"x": {0: "rows"}}, **options)
+        for size in [KEY] * 3 + [SIZE] * 2 * CALLS:
+            graphed(torch.randn(size, 6))
         assert bool(exact(graphed.runtime)) is expected
         graphed.close()
 
 
 def test_a_scope_never_sees_one(rt: GraphRuntime) -> None:
-    compiled = compiled_of(Rows().eval(), rt)
-    call(compiled, SIZE, CALLS + 3)
-    replayed = exact(rt)[SIZE]
+    fast = Served(rt)
+    fast.call(SIZE, times=CALLS + 3)
+    replayed = fast.exact()[SIZE]
     with rt.capturing():
-        call(compiled, SIZE, 3)
-    assert exact(rt)[SIZE] == replayed
-    call(compiled, SIZE)
-    assert exact(rt)[SIZE] == replayed + 1
+        fast.call(SIZE, times=3)
+    assert fast.exact()[SIZE] == replayed
+    fast.call(SIZE)
+    assert fast.exact()[SIZE] == replayed + 1
 
 
 def test_they_do_not_count_towards_max_graphs(rt: GraphRuntime) -> None:
-    compiled = compiled_of(Rows().eval(), rt, max_graphs=2)
-    call(compiled, KEY, 2)
-    call(compiled, SIZE, CALLS + 2)
-    assert list(exact(rt)) == [SIZE]
-    call(compiled, 12, 3)
-    call(compiled, 8, 3)
+    fast = Served(rt, max_graphs=2)
+    fast.call(KEY, times=2)
+    fast.call(SIZE, times=CALLS + 2)
+    assert list(fast.exact()) == [SIZE]
+    fast.call(12, times=3)
+    fast.call(8, times=3)
     assert {key.num_tokens for _, _, key in rt.counts()} == {SIZE, KEY, 12}
 
 
 @MODES
 def test_at_the_bound_another_size_makes_room(mode: str, rt: GraphRuntime) -> None:
-    model = Rows().eval()
-    compiled = compiled_of(model, rt, mode, graph_bytes=5_000)  # few tapes of this model
-    call(compiled, KEY, 2)
-    call(compiled, SIZE, CALLS + 2, model)
-    first = exact(rt)
-    assert list(first) == [SIZE]
+    fast = Served(rt, mode=mode, graph_bytes=5_000)  # few tapes of this model
+    fast.call(KEY, times=2)
+    fast.call(SIZE, times=CALLS + 2)
+    assert list(fast.exact()) == [SIZE]
     for _ in range(40):
-        call(compiled, 18, 10, model)
-        call(compiled, 19, 10, model)
-    assert SIZE not in exact(rt)
-    assert set(exact(rt)) <= {18, 19}
+        fast.call(18, times=10)
+        fast.call(19, times=10)
+    assert SIZE not in fast.exact()
+    assert set(fast.exact()) <= {18, 19}
     assert shared_bytes() <= 5_000
-    call(compiled, SIZE, 3, model)  # padded again
+    fast.call(SIZE, times=3)  # padded again
 
 
 def shared_bytes() -> int:
@@ -169,76 +161,72 @@ def shared_bytes() -> int:
 
 
 def test_a_graph_of_another_runtime_makes_room(rt: GraphRuntime) -> None:
-    idle, busy = Rows().eval(), Rows().eval()
     with GraphRuntime() as other:
-        first = compiled_of(idle, other, graph_bytes=6_000)
-        call(first, SIZE, CALLS + 2, idle)
-        assert list(exact(other)) == [SIZE]
+        idle = Served(other, graph_bytes=6_000)
+        idle.call(SIZE, times=CALLS + 2)
+        assert list(idle.exact()) == [SIZE]
         torch.compiler.reset()
-        second = compiled_of(busy, rt, graph_bytes=6_000)
-        call(second, SIZE, 20 * CALLS, busy)
-        assert (list(exact(other)), list(exact(rt))) == ([], [SIZE])
-        call(first, SIZE, 3, idle)  # padded again
+        busy = Served(rt, graph_bytes=6_000)
+        busy.call(SIZE, times=20 * CALLS)
+        assert (list(idle.exact()), list(busy.exact())) == ([], [SIZE])
+        idle.call(SIZE, times=3)  # padded again
 
 
 def test_what_the_bound_leaves_out_is_in_the_report(rt: GraphRuntime) -> None:
-    compiled = compiled_of(Rows().eval(), rt, graph_bytes=1)
-    call(compiled, SIZE, 2 * CALLS)
-    assert exact(rt) == {}
-    problems = [problem for problem in rt.report().problems if "graph_bytes" in problem.remedy]
-    assert len(problems) == 1
-    assert problems[0].places
+    fast = Served(rt, graph_bytes=1)
+    fast.call(SIZE, times=2 * CALLS)
+    assert fast.exact() == {}
+    (problem,) = [problem for problem in fast.problems if "graph_bytes" in problem.remedy]
+    assert problem.places
 
 
 def test_a_dead_model_leaves_no_bytes() -> None:
     with GraphRuntime() as rt:
-        model = Rows().eval()
-        compiled = compiled_of(model, rt)
-        call(compiled, SIZE, CALLS + 2)
+        fast = Served(rt)
+        fast.call(SIZE, times=CALLS + 2)
         assert shared_bytes() > 0
         torch.compiler.reset()
-        del compiled, model
+        del fast
     gc.collect()
     assert shared_bytes() == 0
 
 
 def test_new_weights_are_used(rt: GraphRuntime) -> None:
-    model = Rows().eval()
-    compiled = compiled_of(model, rt)
-    call(compiled, SIZE, CALLS + 3, model)
-    assert exact(rt)
+    model = rowwise()
+    fast = Served(rt, model)
+    fast.call(SIZE, times=CALLS + 3)
+    assert fast.exact()
     model.first.weight = nn.Parameter(torch.randn(12, 6))
     gc.collect()
-    call(compiled, SIZE, 4, model)
-    assert exact(rt) == {}, "the padded key comes first again"
-    call(compiled, SIZE, 2 * CALLS, model)
-    assert exact(rt)
+    fast.call(SIZE, times=4)
+    assert fast.exact() == {}, "the padded key comes first again"
+    fast.call(SIZE, times=2 * CALLS)
+    assert fast.exact()
 
 
 def test_weights_that_moved_without_dying_fall_back_to_padding(rt: GraphRuntime) -> None:
-    model = Rows().eval()
-    compiled = compiled_of(model, rt)
-    call(compiled, SIZE, CALLS + 3, model)
+    model = rowwise()
+    fast = Served(rt, model)
+    fast.call(SIZE, times=CALLS + 3)
     kept = model.first.weight
     model.first.weight = nn.Parameter(torch.randn(12, 6))
-    call(compiled, SIZE, 1, model)
-    assert exact(rt) == {}
-    call(compiled, SIZE, 2 * CALLS, model)
-    assert exact(rt) == {}, "two sets of weights have the padded key, so padding keeps the size"
+    fast.call(SIZE)
+    assert fast.exact() == {}
+    fast.call(SIZE, times=2 * CALLS)
+    assert fast.exact() == {}, "two sets of weights have the padded key, so padding keeps the size"
     assert kept is not None
 
 
 def test_instances_that_share_a_graph_stay_padded(rt: GraphRuntime) -> None:
     """A capture for one would serve no other, so that each would be captured in turn."""
-    instances = [Rows().eval(), Rows().eval()]
+    instances = [rowwise() for _ in range(2)]
     for instance in instances:
         options = {"compiler": "eager", "runtime": rt, "dispatch": "auto"}
         instance.compile(backend="cgpass", dynamic=True, options=options)
-    for _ in range(2 * CALLS):
-        for instance in instances:
-            x = torch.randn(SIZE, 6)
-            with torch.no_grad():
-                torch.testing.assert_close(instance(x), instance.forward(x))
+    for instance in instances * 2 * CALLS:
+        x = torch.randn(SIZE, 6)
+        with torch.no_grad():
+            agrees(instance(x), instance.forward(x))
     assert rt.compiled() == 1
     assert not any("exact" in dict(key.extra) for _, _, key in rt.counts())
 
@@ -246,8 +234,8 @@ def test_instances_that_share_a_graph_stay_padded(rt: GraphRuntime) -> None:
 @pytest.mark.parametrize("num_calls", [300, pytest.param(2000, marks=pytest.mark.soak)])
 @MODES
 def test_threads_captures_replacements_and_new_weights(mode: str, num_calls: int, rt: GraphRuntime) -> None:
-    model = Rows().eval()
-    compiled = compiled_of(model, rt, mode, graph_bytes=12_000)
+    model = rowwise()
+    fast = Served(rt, model, mode, graph_bytes=12_000)
     changes, seen = [0], set[int]()
 
     def change(number: int) -> None:
@@ -266,26 +254,26 @@ def test_threads_captures_replacements_and_new_weights(mode: str, num_calls: int
             x = torch.randn(rng.choice((17, 18, 19, 25, 26, 9)), 6, generator=contents)
             before = changes[0]
             with torch.no_grad():
-                result, expected = compiled(x), model(x)
+                result, expected = fast(x), model(x)
             if before == changes[0] and not before % 2:
-                torch.testing.assert_close(result, expected)
-            seen.update(exact(rt))
+                agrees(result, expected)
+            seen.update(fast.exact())
 
     in_threads(run, 6)
     assert seen, "some size had a graph of its own"
     assert shared_bytes() <= 12_000
-    call(compiled, SIZE, 5, model)
+    fast.call(SIZE, times=5)
     rt.close()
     assert shared_bytes() == 0
 
 
 def test_at_most_one_in_twenty_calls(rt: GraphRuntime) -> None:
-    compiled = compiled_of(Rows().eval(), rt)
+    fast = Served(rt)
     rng, known, captured_at = random.Random(0), 0, []
     for number in range(1500):
-        call(compiled, rng.choice((17, 18, 19, 20, 25, 26)))
-        if len(exact(rt)) > known:
-            known = len(exact(rt))
+        fast(torch.randn(rng.choice((17, 18, 19, 20, 25, 26)), 6))
+        if len(fast.exact()) > known:
+            known = len(fast.exact())
             captured_at.append(number)
     assert known >= 4
     apart = [later - earlier for earlier, later in itertools.pairwise(captured_at)]

@@ -10,155 +10,125 @@ import torch
 from torch import nn
 
 import graphpass as gp
-from graphpass import BatchDescriptor, CUDAGraphMode, GraphRuntime
+from graphpass import BatchDescriptor
 from graphpass.errors import CaptureError, ContextError, StaticInputError
-from tests.observed import reported_regions
-from tests.unit.cgpass.attended import Run, compiled_with
+from tests.unit.cgpass.attended import FULL, MODES, Make, expected_counts
+from tests.unit.compiled import BOTH, agrees
+from tests.unit.models import module
 
 
-class Block(nn.Module):
+def through_both(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.second(torch.ops.cgpasstest.attend(torch.ops.cgpasstest.scale(self.first(x))))
+
+
+def block() -> Any:
     """Two captured regions around one splitting op; ``scale`` has Python inside the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.second = nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.ops.cgpasstest.scale(self.first(x))
-        return self.second(torch.ops.cgpasstest.attend(x))
-
-
-def compiled_block(rt: GraphRuntime, model: nn.Module | None = None, **options: Any) -> tuple[nn.Module, Any]:
-    torch.manual_seed(0)
-    model = (model or Block()).eval()
-    return model, compiled_with(rt, model, **options)
-
-
-def test_full_is_captured_once_and_replays_without_python(
-    rt: GraphRuntime, at_key: Run, tally: Run, python_calls: list[str]
-) -> None:
-    model, compiled = compiled_block(rt)
-    example = torch.randn(4, 6)
-    got = at_key(compiled, "FULL", 4, example, capture=rt)
-    torch.testing.assert_close(got, model(example).detach())
-    assert tally(rt, "FULL") == {("g0.full", 4): (1, 1)}
-    python_calls.clear()
-    for _ in range(3):
-        x = torch.randn(4, 6)
-        got = at_key(compiled, "FULL", 4, x)
-        assert python_calls == [], "neither the region's Python nor the splitting op's runs in a FULL replay"
-        torch.testing.assert_close(got, model(x).detach())
-        python_calls.clear()
-    assert tally(rt, "FULL") == {("g0.full", 4): (1, 4)}
-    assert tally(rt, "PIECEWISE") == {}, "under FULL no inner wrapper captures"
-    ((counts),) = rt.counts().values()
-    assert (counts.copied, counts.static_sets) == (4, 1), "one staged input a replay"
-
-
-def test_piecewise_replays_regions_and_runs_the_splitting_op(
-    rt: GraphRuntime, at_key: Run, tally: Run, python_calls: list[str]
-) -> None:
-    model, compiled = compiled_block(rt)
-    at_key(compiled, "PIECEWISE", 4, torch.randn(4, 6), capture=rt)
-    assert tally(rt, "PIECEWISE") == {("g0.r0", 4): (1, 1), ("g0.r2", 4): (1, 1)}
-    for _ in range(3):
-        x = torch.randn(4, 6)
-        python_calls.clear()
-        got = at_key(compiled, "PIECEWISE", 4, x)
-        assert python_calls == ["attend"], "only the eager region runs Python"
-        torch.testing.assert_close(got, model(x).detach())
-    assert tally(rt, "PIECEWISE") == {("g0.r0", 4): (1, 4), ("g0.r2", 4): (1, 4)}
-    assert tally(rt, "FULL") == {}
-
-
-def test_both_modes_of_a_pair_live_side_by_side(rt: GraphRuntime, at_key: Run, tally: Run) -> None:
-    model, compiled = compiled_block(rt)
-    with rt.capturing():
-        for size in (4, 2):
-            for mode in ("PIECEWISE", "FULL"):
-                at_key(compiled, mode, size, torch.randn(size, 6))
-    for size, mode in ((2, "FULL"), (4, "PIECEWISE"), (2, "PIECEWISE"), (4, "FULL"), (2, "FULL")):
-        x = torch.randn(size, 6)
-        torch.testing.assert_close(at_key(compiled, mode, size, x), model(x).detach())
-    assert tally(rt, "FULL") == {("g0.full", 4): (1, 2), ("g0.full", 2): (1, 3)}
-    assert set(tally(rt, "PIECEWISE").values()) == {(1, 2)}
-
-
-def test_an_inner_context_of_another_mode_passes_through(rt: GraphRuntime, at_key: Run, tally: Run) -> None:
-    model, compiled = compiled_block(rt)
-    x = torch.randn(4, 6)
-    at_key(compiled, "FULL", 4, x, capture=rt)
-    with gp.set_forward_context(runtime_mode=CUDAGraphMode.FULL, batch_descriptor=BatchDescriptor(4)):
-        with torch.no_grad(), gp.set_forward_context(runtime_mode=CUDAGraphMode.NONE):
-            torch.testing.assert_close(compiled(x), model(x).detach())
-        assert tally(rt, "FULL") == {("g0.full", 4): (1, 1)}
-        with torch.no_grad():
-            compiled(x)
-    assert tally(rt, "FULL") == {("g0.full", 4): (1, 2)}
-
-
-def test_a_full_wrapper_around_the_callable_wins(rt: GraphRuntime, at_key: Run, tally: Run) -> None:
-    model, compiled = compiled_block(rt, compiler="eager")
-    x = torch.randn(4, 6)
-    at_key(compiled, "FULL", 4, x, capture=rt)
-    inner = tally(rt, "FULL")
-    with pytest.raises(CaptureError, match=r"torch\.compile'd callable"):
-        # The tape cannot see through Dynamo; on CUDA the outer one captures.
-        at_key(gp.CUDAGraphWrapper(compiled, "FULL", runtime=rt, name="outer"), "FULL", 4, x, capture=rt)
-    assert tally(rt, "FULL") == inner
-    torch.testing.assert_close(at_key(compiled, "FULL", 4, x), model(x).detach())
+    return module(through_both, first=nn.Linear(6, 6), second=nn.Linear(6, 6)).eval()
 
 
 @pytest.mark.parametrize(
-    ("built", "asked"), [("PIECEWISE", "FULL"), ("FULL", "PIECEWISE"), ("FULL_DECODE_ONLY", "PIECEWISE")]
+    ("mode", "runs"),
+    [("FULL", []), ("PIECEWISE", ["attend"])],
+    ids=["neither the region's Python nor the splitting op's", "only the eager region's Python"],
 )
-def test_a_mode_it_was_not_built_for_is_refused(rt: GraphRuntime, at_key: Run, built: str, asked: str) -> None:
-    _, compiled = compiled_block(rt, mode=built)
-    with pytest.raises(ContextError, match=f"not built for runtime mode {asked}") as raised:
-        at_key(compiled, asked, 4, torch.randn(4, 6), capture=rt)
-    assert raised.value.found == asked
-    assert built.removesuffix("_DECODE_ONLY") in raised.value.expected
-    assert rt.counts() == {}
-
-
-def test_mode_none_never_captures(rt: GraphRuntime, at_key: Run) -> None:
-    _, compiled = compiled_block(rt, mode="NONE")
-    with pytest.raises(ContextError) as raised:
-        at_key(compiled, "FULL", 4, torch.randn(4, 6), capture=rt)
-    assert raised.value.expected == "NONE"
-
-
-def test_without_context_it_is_the_compiler_alone_and_says_once_how_to_get_graphs(
-    rt: GraphRuntime, caplog: pytest.LogCaptureFixture
+def test_a_replay_runs_only_the_python_of_eager_regions(
+    keyed: Make, mode: str, runs: list[str], python_calls: Any
 ) -> None:
-    model, compiled = compiled_block(rt)
-    with torch.no_grad(), caplog.at_level(logging.INFO, "graphpass"):
+    fast = keyed(block())
+    fast.check(mode, capture=True)
+    assert fast.tally(mode) == expected_counts(mode, 4, (1, 1))
+    for _ in range(3):
+        x = torch.randn(4, 6)
+        python_calls.clear()
+        got = fast.at(mode, 4, x)
+        assert python_calls == runs
+        agrees(got, fast.model(x).detach())
+    assert fast.tally(mode) == expected_counts(mode, 4, (1, 4))
+    assert fast.tally("PIECEWISE" if mode == "FULL" else "FULL") == {}, "under FULL no inner wrapper captures"
+    if mode == "FULL":
+        assert fast.uses("copied", "static_sets") == {(4, 1)}, "one staged input a replay"
+
+
+def test_both_modes_of_a_pair_live_side_by_side(keyed: Make) -> None:
+    fast = keyed(block())
+    fast.capture(sizes=(4, 2))
+    for size, mode in ((2, "FULL"), (4, "PIECEWISE"), (2, "PIECEWISE"), (4, "FULL"), (2, "FULL")):
+        fast.check(mode, sizes=[size])
+    assert fast.tally("FULL") == {("g0.full", 4): (1, 2), ("g0.full", 2): (1, 3)}
+    assert set(fast.tally("PIECEWISE").values()) == {(1, 2)}
+
+
+def test_an_inner_context_of_another_mode_passes_through(keyed: Make) -> None:
+    fast, x = keyed(block()), torch.randn(4, 6)
+    fast.capture("FULL")
+    with gp.set_forward_context(runtime_mode=FULL, batch_descriptor=BatchDescriptor(4)):
+        with gp.set_forward_context(runtime_mode="NONE"):
+            agrees(fast(x), fast.model(x).detach())
+        assert fast.tally("FULL") == {("g0.full", 4): (1, 1)}
+        fast(x)
+    assert fast.tally("FULL") == {("g0.full", 4): (1, 2)}
+
+
+def test_a_full_wrapper_around_the_callable_wins(keyed: Make) -> None:
+    fast = keyed(block())
+    fast.capture("FULL")
+    inner, compiled = fast.tally("FULL"), fast.fast
+    fast.fast = gp.CUDAGraphWrapper(compiled, "FULL", runtime=fast.rt, name="outer")
+    with pytest.raises(CaptureError, match=r"torch\.compile'd callable"):
+        fast.capture("FULL")  # the tape cannot see through Dynamo; on CUDA the outer one captures
+    assert fast.tally("FULL") == inner
+    fast.fast = compiled
+    fast.check("FULL")
+
+
+@pytest.mark.parametrize(
+    ("built", "asked", "expected"),
+    [
+        ("PIECEWISE", "FULL", "PIECEWISE"),
+        ("FULL", "PIECEWISE", "FULL"),
+        ("FULL_DECODE_ONLY", "PIECEWISE", "FULL"),
+        ("NONE", "FULL", "NONE"),
+    ],
+)
+def test_a_mode_it_was_not_built_for_is_refused(keyed: Make, built: str, asked: str, expected: str) -> None:
+    fast = keyed(block(), mode=built)
+    with pytest.raises(ContextError, match=f"not built for runtime mode {asked}") as raised:
+        fast.capture(asked)
+    assert raised.value.found == asked
+    assert expected in raised.value.expected
+    assert (raised.value.expected == expected) or built != "NONE"
+    assert fast.rt.counts() == {}
+
+
+@pytest.mark.parametrize("context", [None, "NONE"])
+def test_without_a_graph_it_is_the_compiler_alone_and_without_context_says_once_how_to_get_graphs(
+    keyed: Make, caplog: pytest.LogCaptureFixture, context: str | None
+) -> None:
+    fast = keyed(block())
+    with caplog.at_level(logging.INFO, "graphpass"):
         for _ in range(20):
             x = torch.randn(4, 6)
-            assert torch.equal(compiled(x), model(x))
-    advice = [r for r in caplog.records if r.name == "graphpass" and "without a forward context" in r.message]
-    assert [r.levelname for r in advice] == ["WARNING"]
-    assert "capturing()" in advice[0].message
-    assert "dispatch='auto'" in advice[0].message
-    assert rt.counts() == {}
+            if context is None:
+                got = fast(x)
+            else:
+                with gp.set_forward_context(num_tokens=4):
+                    got = fast(x)
+            assert torch.equal(got, fast.model(x))
+    said = [r for r in caplog.records if r.name == "graphpass"]
+    advice = [r for r in said if "without a forward context" in r.message]
+    if context is None:
+        assert [r.levelname for r in advice] == ["WARNING"]
+        assert "capturing()" in advice[0].message
+        assert "dispatch='auto'" in advice[0].message
+    else:
+        assert not said
+    assert fast.rt.counts() == {}
 
 
-def test_context_none_is_silent(rt: GraphRuntime, caplog: pytest.LogCaptureFixture) -> None:
-    model, compiled = compiled_block(rt)
-    with torch.no_grad(), caplog.at_level(logging.INFO, "graphpass"):
-        for _ in range(20):
-            x = torch.randn(4, 6)
-            with gp.set_forward_context(num_tokens=4):
-                assert torch.equal(compiled(x), model(x))
-    assert not [r for r in caplog.records if r.name == "graphpass"]
-
-
-def test_sizes_seen_without_context_are_suggested(rt: GraphRuntime) -> None:
-    _, compiled = compiled_block(rt)
-    with torch.no_grad():
-        for size in (3, 5, 5, 9):
-            compiled(torch.randn(size, 6))
+def test_sizes_seen_without_context_are_suggested(keyed: Make) -> None:
+    fast = keyed(block())
+    fast.serve((3, 5, 5, 9))
+    rt = fast.rt
     assert rt.stats().histograms == {"num_tokens": {3: 1, 5: 2, 9: 1}}
     assert rt.suggested_sizes() == {"num_tokens": [3, 5, 9]}
     assert rt.suggested_sizes(2) == {"num_tokens": [5, 9]}
@@ -166,193 +136,152 @@ def test_sizes_seen_without_context_are_suggested(rt: GraphRuntime) -> None:
 
 
 @pytest.mark.parametrize("other", [torch.randn(4, 6).double(), torch.randn(1, 6)], ids=["second dtype", "size 1"])
-def test_a_recompile_is_another_callable(rt: GraphRuntime, at_key: Run, tally: Run, other: torch.Tensor) -> None:
-    class Shift(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.ops.cgpasstest.attend(x * 2) + 1
-
-    model, compiled = compiled_block(rt, Shift())
-    with rt.capturing():
-        at_key(compiled, "FULL", 4, torch.randn(4, 6))
-        got = at_key(compiled, "FULL", len(other), other)
-    torch.testing.assert_close(got, model(other))
-    assert tally(rt, "FULL") == {("g0.full", 4): (1, 1), ("g1.full", len(other)): (1, 1)}
-    assert rt.compiled() == 4, "two captured regions in each of the two graphs"
+def test_a_recompile_is_another_callable(keyed: Make, other: torch.Tensor) -> None:
+    fast = keyed(lambda x: torch.ops.cgpasstest.attend(x * 2) + 1)
+    fast.capture("FULL")
+    agrees(fast.at("FULL", len(other), other, capture=True), fast.model(other))
+    assert fast.tally("FULL") == {("g0.full", 4): (1, 1), ("g1.full", len(other)): (1, 1)}
+    assert fast.rt.compiled() == 4, "two captured regions in each of the two graphs"
 
 
-def test_a_graph_break_gives_each_graph_its_own_full(rt: GraphRuntime, at_key: Run, tally: Run) -> None:
-    class Broken(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x * 2 + 1
-            torch._dynamo.graph_break()
-            return x.relu() - 1
-
-    model, compiled = compiled_block(rt, Broken())
-    with rt.capturing():
-        at_key(compiled, "FULL", 4, torch.randn(4, 6))
-    x = torch.randn(4, 6)
-    torch.testing.assert_close(at_key(compiled, "FULL", 4, x), model(x))
-    assert tally(rt, "FULL") == {("g0.full", 4): (1, 2), ("g1.full", 4): (1, 2)}
-    (reason,) = [row[-1] for row in reported_regions(rt) if row[0] == "g0.end"]
-    line = Broken.forward.__code__.co_firstlineno + 2
-    assert "graph_break()" in reason
-    assert f"test_replay.py:{line}" in reason
-
-
-def test_two_instances_share_a_callable_and_keep_their_weights(rt: GraphRuntime, at_key: Run) -> None:
-    one, two = Block().eval(), Block().eval()
-    compiled = [compiled_with(rt, model) for model in (one, two)]
-    with rt.capturing():
-        for mode in ("FULL", "PIECEWISE"):
-            for model in compiled:
-                at_key(model, mode, 4, torch.randn(4, 6))
+def test_two_instances_share_a_callable_and_keep_their_weights(keyed: Make) -> None:
+    one, two = keyed(block()), keyed(block())
+    for mode in BOTH:
+        for fast in (one, two):
+            fast.capture(mode)
     for mode in ("FULL", "PIECEWISE", "FULL"):
-        for model, fast in ((one, compiled[0]), (two, compiled[1]), (one, compiled[0])):
-            x = torch.randn(4, 6)
-            torch.testing.assert_close(at_key(fast, mode, 4, x), model(x).detach())
-    assert rt.stats().callables == 1
-    assert {(region, c.captured, c.static_sets) for (region, _, _), c in rt.counts().items()} == {
-        ("g0.full", 2, 2), ("g0.r0", 2, 2), ("g0.r2", 2, 2)
-    }  # fmt: skip
+        for fast in (one, two, one):
+            fast.check(mode)
+    assert one.rt.stats().callables == 1
+    assert {(region, c.captured, c.static_sets) for (region, _, _), c in one.rt.counts().items()} == {
+        (f"g0.{region}", 2, 2) for region in ("full", "r0", "r2")
+    }
 
 
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_weights_with_new_memory_are_seen(rt: GraphRuntime, at_key: Run, mode: str) -> None:
-    model, compiled = compiled_block(rt, lazy_capture=True)
-    x = torch.randn(4, 6)
-    before = at_key(compiled, mode, 4, x, capture=rt)
-    kept = model.first.weight.data
-    model.first.weight.data = kept + 1
-    after = at_key(compiled, mode, 4, x)
-    torch.testing.assert_close(after, model(x).detach())
+# -- weights
+
+
+def moved(model: Any) -> None:
+    model.first.weight.data = model.first.weight.data + 1
+
+
+@MODES
+def test_weights_with_new_memory_are_seen(keyed: Make, mode: str) -> None:
+    fast, x = keyed(block(), lazy_capture=True), torch.randn(4, 6)
+    before = fast.at(mode, 4, x, capture=True)
+    first = fast.model.first
+    kept = first.weight.data
+    moved(fast.model)
+    after = fast.at(mode, 4, x)
+    agrees(after, fast.model(x).detach())
     assert not torch.equal(before, after)
-    model.first.weight.data = kept
-    torch.testing.assert_close(at_key(compiled, mode, 4, x), before)
+    first.weight.data = kept
+    agrees(fast.at(mode, 4, x), before)
 
 
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_a_parameter_that_is_replaced_is_seen(rt: GraphRuntime, at_key: Run, mode: str) -> None:
-    model, compiled = compiled_block(rt)
-    x = torch.randn(4, 6)
-    at_key(compiled, mode, 4, x, capture=rt)
-    model.second.weight = nn.Parameter(torch.randn(6, 6))
-    with rt.capturing():
-        torch.testing.assert_close(at_key(compiled, mode, 4, x), model(x).detach())
-    torch.testing.assert_close(at_key(compiled, mode, 4, x + 1), model(x + 1).detach())
+@MODES
+def test_a_parameter_that_is_replaced_is_seen(keyed: Make, mode: str) -> None:
+    fast = keyed(block())
+    fast.capture(mode)
+    fast.model.second.weight = nn.Parameter(torch.randn(6, 6))
+    fast.check(mode, capture=True)
+    fast.check(mode)
 
 
-def test_weights_written_in_place_need_no_capture(rt: GraphRuntime, at_key: Run, tally: Run) -> None:
-    model, compiled = compiled_block(rt)
-    x = torch.randn(4, 6)
-    at_key(compiled, "FULL", 4, x, capture=rt)
-    model.load_state_dict({name: t * 2 for name, t in model.state_dict().items()})
-    torch.testing.assert_close(at_key(compiled, "FULL", 4, x), model(x).detach())
-    assert tally(rt, "FULL") == {("g0.full", 4): (1, 2)}
+def test_weights_written_in_place_need_no_capture(keyed: Make) -> None:
+    fast = keyed(block())
+    fast.capture("FULL")
+    fast.model.load_state_dict({name: t * 2 for name, t in fast.model.state_dict().items()})
+    fast.check("FULL")
+    assert fast.tally("FULL") == {("g0.full", 4): (1, 2)}
 
 
-def test_moved_weights_can_be_refused_by_name(rt: GraphRuntime, at_key: Run) -> None:
-    model, compiled = compiled_block(rt, on_moved_input="error")
-    at_key(compiled, "FULL", 4, torch.randn(4, 6), capture=rt)
-    kept = model.first.weight.data
-    model.first.weight.data = kept.clone()
+def test_moved_weights_can_be_refused_by_name(keyed: Make) -> None:
+    fast = keyed(block(), on_moved_input="error")
+    fast.capture("FULL")
+    moved(fast.model)
     with pytest.raises(StaticInputError, match="weight") as raised:
-        at_key(compiled, "FULL", 4, torch.randn(4, 6))
+        fast.check("FULL")
     assert "on_moved_input='copy'" in raised.value.remedy
 
 
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_weights_with_new_memory_are_refused_where_capture_is_closed(rt: GraphRuntime, at_key: Run, mode: str) -> None:
-    model, compiled = compiled_block(rt)
-    x = torch.randn(4, 6)
-    at_key(compiled, mode, 4, x, capture=rt)
-    model.first.weight.data = model.first.weight.data + 1
-    captured = rt.stats().captured
+@MODES
+def test_weights_with_new_memory_are_refused_where_capture_is_closed(keyed: Make, mode: str) -> None:
+    fast = keyed(block())
+    fast.capture(mode)
+    captured = fast.captured
+    moved(fast.model)
     with pytest.raises(StaticInputError, match="weight"):
-        at_key(compiled, mode, 4, x)
-    assert rt.stats().captured == captured
-    torch.testing.assert_close(at_key(compiled, mode, 4, x, capture=rt), model(x).detach())
-    torch.testing.assert_close(at_key(compiled, mode, 4, x + 1), model(x + 1).detach())
+        fast.check(mode)
+    assert fast.captured == captured
+    fast.check(mode, capture=True)
+    fast.check(mode)
 
 
-def test_a_fifth_set_of_weights_is_copied(rt: GraphRuntime, at_key: Run) -> None:
-    model, compiled = compiled_block(rt, lazy_capture=True)
-    x = torch.randn(4, 6)
-    at_key(compiled, "FULL", 4, x, capture=rt)
-    kept = [model.first.weight.data]
+def test_a_fifth_set_of_weights_is_copied(keyed: Make) -> None:
+    fast = keyed(block(), lazy_capture=True)
+    fast.capture("FULL")
+    kept = [fast.model.first.weight.data]
     for _ in range(7):
         kept.append(torch.randn(6, 6))
-        model.first.weight.data = kept[-1]
-        torch.testing.assert_close(at_key(compiled, "FULL", 4, x), model(x).detach())
-    (counts,) = rt.counts().values()
-    assert counts.captured <= 6, "what keeps moving is staged in the end, not captured for ever"
-    assert any("copied from now on" in note for note in rt.notes)
+        fast.model.first.weight.data = kept[-1]
+        fast.check("FULL")
+    assert fast.captured <= 6, "what keeps moving is staged in the end, not captured for ever"
+    assert any("copied from now on" in note for note in fast.rt.notes)
 
 
-def test_lazy_capture_captures_at_first_use_with_a_warning(
-    rt: GraphRuntime, at_key: Run, tally: Run, caplog: pytest.LogCaptureFixture
-) -> None:
-    model, compiled = compiled_block(rt, lazy_capture=True)
+# -- captures that nobody directed, and the end of a runtime
+
+
+def test_lazy_capture_captures_at_first_use_with_a_warning(keyed: Make, caplog: pytest.LogCaptureFixture) -> None:
+    fast = keyed(block(), lazy_capture=True)
     with caplog.at_level(logging.WARNING, "graphpass"):
-        for _ in range(2):
-            x = torch.randn(4, 6)
-            torch.testing.assert_close(at_key(compiled, "PIECEWISE", 4, x), model(x).detach())
-            torch.testing.assert_close(at_key(compiled, "FULL", 4, x), model(x).detach())
+        fast.check(*BOTH * 2)
     (warned,) = [record.message for record in caplog.records if record.name == "graphpass"]
     assert "`with runtime.capturing():`" in warned
-    (noted,) = [problem for problem in rt.report().problems if "captured while serving" in problem.what]
-    places = sorted(place.split()[0] for place in noted.places)
-    assert places == ["g0.full", *sorted(name for name, _ in tally(rt, "PIECEWISE"))], "one a region and key"
-    assert tally(rt, "FULL") == {("g0.full", 4): (1, 2)}
-    assert set(tally(rt, "PIECEWISE").values()) == {(1, 2)}
+    places = sorted(place.split()[0] for place in fast.problem("captured while serving").places)
+    assert places == ["g0.full", "g0.r0", "g0.r2"], "one a region and key"
+    for mode in BOTH:
+        assert fast.tally(mode) == expected_counts(mode, 4, (1, 2))
 
 
-def test_close_drops_graphs_and_capturing_again_works(rt: GraphRuntime, at_key: Run, tally: Run) -> None:
-    model, compiled = compiled_block(rt)
-    x = torch.randn(4, 6)
-    for mode in ("FULL", "PIECEWISE"):
-        at_key(compiled, mode, 4, x, capture=rt)
-        at_key(compiled, mode, 4, x)
-    rt.close()
-    assert rt.buffer_bytes() == 0
-    with torch.no_grad():
-        assert torch.equal(compiled(x), model(x))
-    for mode in ("FULL", "PIECEWISE"):
+def test_close_drops_graphs_and_capturing_again_works(keyed: Make) -> None:
+    fast, x = keyed(block()), torch.randn(4, 6)
+    fast.capture()
+    fast.check()
+    fast.rt.close()
+    assert fast.rt.buffer_bytes() == 0
+    assert torch.equal(fast(x), fast.model(x))
+    for mode in BOTH:
         with pytest.raises(CaptureError, match="has no graph"):
-            at_key(compiled, mode, 4, x)
-        at_key(compiled, mode, 4, x, capture=rt)
-        torch.testing.assert_close(at_key(compiled, mode, 4, x + 1), model(x + 1).detach())
-    assert tally(rt, "FULL") == {("g0.full", 4): (2, 4)}
+            fast.check(mode)
+        fast.capture(mode)
+        fast.check(mode)
+    assert fast.tally("FULL") == {("g0.full", 4): (2, 4)}
 
 
-def test_compiler_reset_lets_the_callable_go(rt: GraphRuntime, at_key: Run, tally: Run) -> None:
-    model, compiled = compiled_block(rt)
-    x = torch.randn(4, 6)
-    at_key(compiled, "FULL", 4, x, capture=rt)
+def test_compiler_reset_lets_the_callable_go(keyed: Make) -> None:
+    fast = keyed(block())
+    fast.capture("FULL")
     torch.compiler.reset()
-    assert rt.counts() == {}, "the entries went with the callable"
-    at_key(compiled, "FULL", 4, x, capture=rt)
-    torch.testing.assert_close(at_key(compiled, "FULL", 4, x), model(x).detach())
-    assert tally(rt, "FULL") == {("g1.full", 4): (1, 2)}
+    assert fast.rt.counts() == {}, "the entries went with the callable"
+    fast.capture("FULL")
+    fast.check("FULL")
+    assert fast.tally("FULL") == {("g1.full", 4): (1, 2)}
 
 
-def test_a_batch_without_elements_runs_eagerly(rt: GraphRuntime, at_key: Run) -> None:
-    model, compiled = compiled_block(rt)
-    at_key(compiled, "FULL", 4, torch.randn(4, 6), capture=rt)
-    replayed = rt.stats().replayed
-    empty = torch.randn(0, 6)
-    assert at_key(compiled, "FULL", 4, empty).shape == model(empty).shape
-    assert rt.stats().replayed == replayed
+def test_a_batch_without_elements_runs_eagerly(keyed: Make) -> None:
+    fast, empty = keyed(block()), torch.randn(0, 6)
+    fast.capture("FULL")
+    replayed = fast.rt.stats().replayed
+    assert fast.at("FULL", 4, empty).shape == fast.model(empty).shape
+    assert fast.rt.stats().replayed == replayed
 
 
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
-def test_every_compiler_gives_the_same_graphs(rt: GraphRuntime, at_key: Run, tally: Run, compiler: str) -> None:
-    model, compiled = compiled_block(rt, compiler=compiler)
-    with rt.capturing():
-        for mode in ("PIECEWISE", "FULL"):
-            at_key(compiled, mode, 4, torch.randn(4, 6))
-    for mode in ("PIECEWISE", "FULL"):
-        x = torch.randn(4, 6)
-        torch.testing.assert_close(at_key(compiled, mode, 4, x), model(x).detach())
-    assert {**tally(rt, "FULL"), **tally(rt, "PIECEWISE")} == {
-        ("g0.full", 4): (1, 2), ("g0.r0", 4): (1, 2), ("g0.r2", 4): (1, 2)
-    }  # fmt: skip
+def test_every_compiler_gives_the_same_graphs(keyed: Make, compiler: str) -> None:
+    fast = keyed(block(), compiler=compiler)
+    fast.capture()
+    fast.check()
+    for mode in BOTH:
+        assert fast.tally(mode) == expected_counts(mode, 4, (1, 2))

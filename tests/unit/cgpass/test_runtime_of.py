@@ -17,8 +17,7 @@ from torch import nn
 
 from graphpass import GraphRuntime, runtime_of
 from graphpass.errors import OptionError
-
-Run = Callable[..., Any]
+from tests.unit.compiled import Compiled, agrees
 
 
 class Shifted(nn.Module):
@@ -34,36 +33,51 @@ def shift(x: torch.Tensor) -> torch.Tensor:
     return x + 1
 
 
-def compiled_module(**options: Any) -> Any:
-    return torch.compile(Shifted(), backend="cgpass", options=options)
-
-
-def compiled_function(**options: Any) -> Any:
-    return torch.compile(shift, backend="cgpass", options=options)
-
-
-def compiled_in_place(**options: Any) -> Any:
+def compiled_in_place(**how: Any) -> Any:
     model = Shifted()
-    model.compile(backend="cgpass", options=options)
+    model.compile(**how)
     return model
 
 
-def compiled_method(**options: Any) -> Any:
-    return torch.compile(Shifted().forward, backend="cgpass", options=options)
+MAKERS: dict[str, Callable[..., Any]] = {
+    "module": lambda **how: torch.compile(Shifted(), **how),
+    "function": lambda **how: torch.compile(shift, **how),
+    "in place": compiled_in_place,
+    "method": lambda **how: torch.compile(Shifted().forward, **how),
+}
 
 
-MAKERS = pytest.mark.parametrize("make", [compiled_module, compiled_function, compiled_in_place, compiled_method])
+def made(make: Callable[..., Any], **options: Any) -> Any:
+    return make(backend="cgpass", options={"compiler": "eager", **options})
 
 
-@MAKERS
-def test_runtime_of_returns_the_runtime_option_before_the_first_call(make: Callable[..., Any]) -> None:
-    runtime = GraphRuntime()
-    compiled = make(compiler="eager", runtime=runtime)
-    assert runtime_of(compiled) is runtime
+def called(fast: Any) -> Compiled:
+    """What was compiled by hand, after its first call, with the runtime that it has since."""
     with torch.no_grad():
-        compiled(torch.randn(4, 6))
-    assert runtime_of(compiled) is runtime
-    assert runtime.stats().callables == 1
+        fast(torch.randn(4, 6))
+    found = Compiled(runtime_of(fast), fast)
+    found.fast = fast
+    return found
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_runtime_of_returns_the_runtime_option_before_the_first_call(make: str, rt: GraphRuntime) -> None:
+    fast = made(MAKERS[make], runtime=rt)
+    assert runtime_of(fast) is rt
+    assert called(fast).rt is rt
+    assert rt.stats().callables == 1
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_runtime_of_returns_a_private_runtime_after_the_first_call(make: str) -> None:
+    fast = made(MAKERS[make])
+    with pytest.raises(OptionError, match="no graphpass runtime") as raised:
+        runtime_of(fast)
+    assert "call it once first" in raised.value.remedy
+    compiled = called(fast)
+    assert compiled.rt is runtime_of(fast)
+    compiled.capture("FULL")
+    assert compiled.tally("FULL") == {("g0.full", 4): (1, 1)}
 
 
 def test_a_model_that_dynamo_does_not_compile_is_pointed_to_its_log() -> None:
@@ -76,99 +90,68 @@ def test_a_model_that_dynamo_does_not_compile_is_pointed_to_its_log() -> None:
     assert "TORCH_LOGS=graph_breaks" in raised.value.remedy
 
 
-@MAKERS
-def test_runtime_of_returns_a_private_runtime_after_the_first_call(make: Callable[..., Any], at_key: Run) -> None:
-    compiled = make(compiler="eager")
-    with pytest.raises(OptionError, match="no graphpass runtime") as raised:
-        runtime_of(compiled)
-    assert "call it once first" in raised.value.remedy
-    with torch.no_grad():
-        compiled(torch.randn(4, 6))
-    runtime = runtime_of(compiled)
-    assert runtime is runtime_of(compiled)
-    at_key(compiled, "FULL", 4, torch.randn(4, 6), capture=runtime)
-    assert [(region, c.captured) for (region, _, _), c in runtime.counts().items()] == [("g0.full", 1)]
-
-
-@pytest.mark.parametrize("other", [shift, Shifted(), None, "text"], ids=["function", "module", "none", "text"])
+@pytest.mark.parametrize(
+    "other",
+    [shift, Shifted(), None, "text", torch.compile(shift, backend="eager")],
+    ids=["function", "module", "none", "text", "another backend"],
+)
 def test_what_was_never_compiled_has_none(other: Any) -> None:
+    if callable(other):
+        other(torch.randn(4, 6))
     with pytest.raises(OptionError, match="no graphpass runtime"):
         runtime_of(other)
 
 
-def test_another_backend_has_none() -> None:
-    compiled = torch.compile(shift, backend="eager")
-    compiled(torch.randn(4, 6))
-    with pytest.raises(OptionError, match="no graphpass runtime"):
-        runtime_of(compiled)
-
-
-def test_equal_options_share_callable_and_runtime(at_key: Run) -> None:
+def test_equal_options_share_callable_and_runtime() -> None:
     model = Shifted()
-    first, second = (
-        torch.compile(model, backend="cgpass", options={"compiler": "eager", "dispatch": "context"}) for _ in range(2)
-    )
-    with torch.no_grad():
-        first(torch.randn(4, 6))
-        second(torch.randn(4, 6))
-    runtime = runtime_of(first)
-    assert runtime_of(second) is runtime
-    assert runtime.stats().callables == 1, "Dynamo ran the first one's code for the second"
-    at_key(first, "FULL", 4, torch.randn(4, 6), capture=runtime)
+    first, second = (called(made(lambda **how: torch.compile(model, **how), dispatch="context")) for _ in range(2))
+    assert first.rt is second.rt
+    assert first.rt.stats().callables == 1, "Dynamo ran the first one's code for the second"
+    first.capture("FULL")
     x = torch.randn(4, 6)
-    torch.testing.assert_close(at_key(second, "FULL", 4, x), model(x).detach())
-    assert runtime.stats().captured == 1
+    agrees(second.at("FULL", 4, x), model(x).detach())
+    assert first.captured == 1
 
 
-def test_different_runtimes_keep_callables_apart(at_key: Run) -> None:
-    one, two = GraphRuntime(), GraphRuntime()
-    for runtime in (one, two):
-        compiled = torch.compile(shift, backend="cgpass", options={"compiler": "eager", "runtime": runtime})
-        at_key(compiled, "FULL", 4, torch.randn(4, 6), capture=runtime)
-    assert (one.stats().callables, one.stats().captured) == (1, 1)
-    assert (two.stats().callables, two.stats().captured) == (1, 1)
+def test_different_runtimes_keep_callables_apart() -> None:
+    both = [Compiled(GraphRuntime(), shift) for _ in range(2)]
+    for fast in both:
+        fast.capture("FULL")
+    assert [(fast.rt.stats().callables, fast.captured) for fast in both] == [(1, 1), (1, 1)]
 
 
-def test_a_captured_model_keeps_its_state_dict_and_copies_as_itself(rt: GraphRuntime, at_key: Run) -> None:
-    model = Shifted()
+def test_a_captured_model_keeps_its_state_dict_and_copies_as_itself(rt: GraphRuntime) -> None:
+    model, x = Shifted(), torch.randn(4, 6)
     names = list(model.state_dict())
-    compiled = torch.compile(model, backend="cgpass", options={"compiler": "eager", "runtime": rt})
-    x = torch.randn(4, 6)
-    at_key(compiled, "FULL", 4, x, capture=rt)
+    fast = Compiled(rt, model)
+    fast.capture("FULL")
     assert list(model.state_dict()) == names
-    assert {name.removeprefix("_orig_mod.") for name in compiled.state_dict()} == set(names)
+    assert {name.removeprefix("_orig_mod.") for name in fast.fast.state_dict()} == set(names)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         with torch.no_grad():
             copied.inner.bias.add_(1)
-        torch.testing.assert_close(copied(x), model(x) + 1)
-    torch.testing.assert_close(at_key(compiled, "FULL", 4, x), model(x).detach())
+        agrees(copied(x), model(x) + 1)
+    fast.check("FULL")
 
 
-@pytest.mark.parametrize("give_runtime", [False, True])
-def test_a_compiled_model_can_be_copied_and_starts_without_graphs(at_key: Run, give_runtime: bool) -> None:
-    runtime = GraphRuntime()
-    options = {"compiler": "eager", "dispatch": "context", **({"runtime": runtime} if give_runtime else {})}
-    compiled = torch.compile(Shifted(), backend="cgpass", options=options)
+@pytest.mark.parametrize("options", [{}, {"runtime": GraphRuntime()}], ids=["a private runtime", "one of the user's"])
+def test_a_compiled_model_can_be_copied_and_starts_without_graphs(options: dict[str, Any]) -> None:
+    fast = called(made(MAKERS["module"], dispatch="context", **options))
+    fast.capture("FULL")
     x = torch.randn(4, 6)
-    with torch.no_grad():
-        compiled(x)
-    runtime = runtime_of(compiled)
-    at_key(compiled, "FULL", 4, x, capture=runtime)
-    for copied in (copy.deepcopy(compiled), pickle.loads(pickle.dumps(compiled))):
+    for copied in (copy.deepcopy(fast.fast), pickle.loads(pickle.dumps(fast.fast))):
         with torch.no_grad():
-            torch.testing.assert_close(copied(x), compiled(x))
-        assert list(copied.state_dict()) == list(compiled.state_dict())
-    assert runtime.stats().captured == 1
+            agrees(copied(x), fast(x))
+        assert list(copied.state_dict()) == list(fast.fast.state_dict())
+    assert fast.captured == 1
 
 
-def test_the_runtime_and_its_parameters_go_with_the_model(at_key: Run) -> None:
+def test_the_runtime_and_its_parameters_go_with_the_model() -> None:
     model = Shifted()
-    compiled = torch.compile(model, backend="cgpass", options={"compiler": "eager"})
-    with torch.no_grad():
-        compiled(torch.randn(4, 6))
-    at_key(compiled, "FULL", 4, torch.randn(4, 6), capture=runtime_of(compiled))
-    dead = [weakref.ref(model.inner.weight), weakref.ref(runtime_of(compiled))]
-    del model, compiled
+    fast = called(torch.compile(model, backend="cgpass", options={"compiler": "eager"}))
+    fast.capture("FULL")
+    dead = [weakref.ref(model.inner.weight), weakref.ref(fast.rt)]
+    del model, fast
     torch.compiler.reset()
     gc.collect()
     assert [reference() for reference in dead] == [None, None]

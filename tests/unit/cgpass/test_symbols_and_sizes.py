@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -14,17 +13,14 @@ import torch
 import graphpass as gp
 from graphpass import BatchDescriptor, GraphRuntime
 from graphpass.errors import CaptureError, ShapeError
-from tests.unit.cgpass import attended
-from tests.unit.cgpass.attended import BOTH, Run, agrees
-
-SCALE = "cgpasstest::scale"
+from tests.unit.cgpass.attended import ATTEND, Make
+from tests.unit.compiled import BOTH, Compiled, agrees
 
 
-compiled_with = functools.partial(attended.compiled_with, splitting_ops=[attended.ATTEND, SCALE])
-
-
-def notes(rt: GraphRuntime) -> list[str]:
-    return list(rt.notes)
+@pytest.fixture
+def keyed(rt: GraphRuntime) -> Make:
+    """Split at both ops."""
+    return functools.partial(Compiled, rt, splitting_ops=[ATTEND, "cgpasstest::scale"])
 
 
 # -- two symbols
@@ -35,13 +31,15 @@ def two_fields(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return y.cumsum(1) + x.shape[1]
 
 
-def reqs_by_length(num_reqs: int, seq_len: int) -> BatchDescriptor:
-    return BatchDescriptor(num_reqs * seq_len, num_reqs=num_reqs, extra=(("seq_len", seq_len),))
+def reqs_by_length(size: tuple[int, int]) -> BatchDescriptor:
+    return BatchDescriptor(size[0] * size[1], num_reqs=size[0], extra=(("seq_len", size[1]),))
 
 
-TWO_FIELDS = {
+TWO_FIELDS: dict[str, Any] = {
     "capture_sizes": {"num_reqs": [2, 3, 4, 6], "seq_len": [2, 3, 4, 6]},
     "dynamic_dims": {"x": {0: "num_reqs", 1: "seq_len"}},
+    "key": reqs_by_length,
+    "make": lambda size: (torch.randn(*size), torch.rand(*size)),
 }
 SAME_TOKENS = [(3, 4), (4, 3), (2, 6), (6, 2)]
 
@@ -51,81 +49,69 @@ SAME_TOKENS = [(3, 4), (4, 3), (2, 6), (6, 2)]
     [("PIECEWISE", (3, 4)), ("FULL", (4, 4)), ("PIECEWISE", (4, 4))],
     ids=["different sizes first", "equal sizes first, FULL", "equal sizes first, PIECEWISE"],
 )
-def test_batch_and_length_are_two_key_fields(rt: GraphRuntime, at_key: Run, mode: str, first: tuple[int, int]) -> None:
+def test_batch_and_length_are_two_key_fields(keyed: Make, mode: str, first: tuple[int, int]) -> None:
     """All four keys have 12 tokens; sizes that are equal when first seen must not become one."""
-    compiled = compiled_with(rt, two_fields, **TWO_FIELDS)
+    fast = keyed(two_fields, **TWO_FIELDS)
     sizes = list(dict.fromkeys([first, *SAME_TOKENS, (4, 4)]))
-    with rt.capturing():
-        # Dynamo makes equal sizes one symbol; its next graph tells them apart and serves this key from then on.
-        for reqs, length in (*sizes, (4, 4)):
-            at_key(compiled, mode, reqs_by_length(reqs, length), torch.randn(reqs, length), torch.rand(reqs, length))
-    captured = rt.stats().captured
-    for reqs, length in (*reversed(sizes), *sizes):
-        x, mask = torch.randn(reqs, length), torch.rand(reqs, length)
-        agrees(at_key(compiled, mode, reqs_by_length(reqs, length), x, mask), two_fields(x, mask))
+    # Dynamo makes equal sizes one symbol; its next graph tells them apart and serves this key from then on.
+    fast.capture(mode, sizes=(*sizes, (4, 4)))
+    captured = fast.captured
+    fast.check(mode, sizes=(*reversed(sizes), *sizes))
+    assert fast.captured == captured
     regions = ["full"] if mode == "FULL" else ["r0", "r2"]
-    assert rt.stats().captured == captured
     serving = "g1" if first == (4, 4) else "g0"
-    want = {(f"{serving}.{region}", reqs_by_length(*size)): (1, 3) for region in regions for size in sizes}
-    for region in regions:
-        if first == (4, 4):
-            want[f"g0.{region}", reqs_by_length(4, 4)] = (1, 1)
-        else:
-            want[f"g0.{region}", reqs_by_length(4, 4)] = (1, 4)
-    assert {(name, key): (c.captured, c.replayed) for (name, _, key), c in rt.counts().items()} == want
+    want = {(f"{serving}.{region}", reqs_by_length(size)): (1, 3) for region in regions for size in sizes}
+    want |= {(f"g0.{region}", reqs_by_length((4, 4))): (1, 1 if first == (4, 4) else 4) for region in regions}
+    assert {(name, key): (c.captured, c.replayed) for (name, _, key), c in fast.rt.counts().items()} == want
 
 
 def test_keys_that_a_later_compilation_left_behind_are_named_when_capture_ends(
-    rt: GraphRuntime, at_key: Run, caplog: pytest.LogCaptureFixture
+    keyed: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Dynamo makes equal sizes one symbol; its next graph tells them apart and serves the first key from then on."""
-    compiled = compiled_with(rt, two_fields, **TWO_FIELDS)
+    fast = keyed(two_fields, **TWO_FIELDS)
     with caplog.at_level(logging.WARNING, "graphpass"):
-        with rt.capturing():
-            for size in ((4, 4), (3, 4)):
-                at_key(compiled, "FULL", reqs_by_length(*size), torch.randn(*size), torch.rand(*size))
+        fast.capture("FULL", sizes=((4, 4), (3, 4)))
         (warning,) = [record for record in caplog.records if record.name == "graphpass"]
-    for piece in ("compiled g1 after g0 was captured at FULL", str(reqs_by_length(4, 4)), "capturing()"):
+    for piece in ("compiled g1 after g0 was captured at FULL", str(reqs_by_length((4, 4))), "capturing()"):
         assert piece in warning.message
-    assert [problem.what in warning.message for problem in rt.report().problems] == [True]
-    x, mask = torch.randn(4, 4), torch.rand(4, 4)
+    assert [problem.what in warning.message for problem in fast.problems] == [True]
     with pytest.raises(CaptureError, match="compiled the function again"):
-        at_key(compiled, "FULL", reqs_by_length(4, 4), x, mask)
-    at_key(compiled, "FULL", reqs_by_length(4, 4), x, mask, capture=rt)
-    agrees(at_key(compiled, "FULL", reqs_by_length(4, 4), x, mask), two_fields(x, mask))
-    assert rt.report().problems == (), "until the remedy was followed"
+        fast.check("FULL", sizes=[(4, 4)])
+    fast.capture("FULL", sizes=[(4, 4)])
+    fast.check("FULL", sizes=[(4, 4)])
+    assert fast.problems == (), "until the remedy was followed"
 
 
 def test_a_call_of_different_sizes_before_capture_leaves_no_key_behind(
-    rt: GraphRuntime, at_key: Run, caplog: pytest.LogCaptureFixture
+    keyed: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    compiled = compiled_with(rt, two_fields, **TWO_FIELDS)
-    at_key(compiled, "NONE", reqs_by_length(3, 4), torch.randn(3, 4), torch.rand(3, 4))
-    with caplog.at_level(logging.WARNING, "graphpass"), rt.capturing():
-        for size in ((4, 4), (3, 4)):
-            at_key(compiled, "FULL", reqs_by_length(*size), torch.randn(*size), torch.rand(*size))
+    fast = keyed(two_fields, **TWO_FIELDS)
+    fast.check("NONE", sizes=[(3, 4)])
+    with caplog.at_level(logging.WARNING, "graphpass"):
+        fast.capture("FULL", sizes=((4, 4), (3, 4)))
     assert not [record for record in caplog.records if record.name == "graphpass"]
-    assert {(name, c.captured) for (name, _, _), c in rt.counts().items()} == {("g0.full", 1)}
-    assert rt.stats().callables == 1
+    assert {(name, c.captured) for (name, _, _), c in fast.rt.counts().items()} == {("g0.full", 1)}
+    assert fast.rt.stats().callables == 1
 
 
-def test_each_field_of_two_is_checked_also_under_the_same_token_count(rt: GraphRuntime, at_key: Run) -> None:
-    compiled = compiled_with(rt, two_fields, **TWO_FIELDS)
-    at_key(compiled, "FULL", reqs_by_length(3, 4), torch.randn(3, 4), torch.rand(3, 4), capture=rt)
+def test_each_field_of_two_is_checked_also_under_the_same_token_count(keyed: Make) -> None:
+    fast = keyed(two_fields, **TWO_FIELDS)
+    fast.capture("FULL", sizes=[(3, 4)])
     with pytest.raises(ShapeError, match="'x'") as raised:
-        at_key(compiled, "FULL", reqs_by_length(3, 4), torch.randn(4, 3), torch.rand(4, 3))
+        fast.at("FULL", (3, 4), torch.randn(4, 3), torch.rand(4, 3))
     assert "num_reqs=3 in dimension 0" in raised.value.expected
     assert raised.value.found == "4"
 
 
-def test_a_negative_dimension_carries_its_field(rt: GraphRuntime, at_key: Run) -> None:
-    compiled = compiled_with(rt, two_fields, capture_sizes={"seq_len": [4, 8]}, dynamic_dims={"x": {-1: "seq_len"}})
+def test_a_negative_dimension_carries_its_field(keyed: Make) -> None:
+    dims: dict[str, Any] = {"capture_sizes": {"seq_len": [4, 8]}, "dynamic_dims": {"x": {-1: "seq_len"}}}
     key = BatchDescriptor(4, extra=(("seq_len", 4),))
-    at_key(compiled, "FULL", key, torch.randn(3, 4), torch.rand(3, 4), capture=rt)
-    x, mask = torch.randn(3, 4), torch.rand(3, 4)
-    agrees(at_key(compiled, "FULL", key, x, mask), two_fields(x, mask))
+    fast = keyed(two_fields, **{**TWO_FIELDS, **dims, "key": lambda size: key})
+    fast.capture("FULL", sizes=[(3, 4)])
+    fast.check("FULL", sizes=[(3, 4)])
     with pytest.raises(ShapeError, match="'x'"):
-        at_key(compiled, "FULL", key, torch.randn(3, 8), torch.rand(3, 8))
+        fast.check("FULL", sizes=[(3, 8)])
 
 
 # -- derived symbols, and none
@@ -140,22 +126,17 @@ def doubled(x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 @pytest.mark.parametrize("sizes", [(8, 4, 2), (2, 4, 8)], ids=["largest first", "smallest first"])
-def test_regions_of_derived_sizes_pick_their_keys(
-    rt: GraphRuntime, at_key: Run, tally: Run, sizes: tuple[int, ...]
-) -> None:
+def test_regions_of_derived_sizes_pick_their_keys(keyed: Make, sizes: tuple[int, ...]) -> None:
     """2*s at key 4 equals s at key 8."""
-    compiled = compiled_with(rt, doubled, capture_sizes=[2, 4, 8], dynamic_dims={"x": 0})
-    with rt.capturing():
-        for mode, size in itertools.product(BOTH, sizes):
-            at_key(compiled, mode, size, torch.randn(size, 6), torch.randn(5, 6))
-    for mode, size in itertools.product(BOTH, (4, 8, 2, 8, 4, 2)):
-        x, table = torch.randn(size, 6), torch.randn(5, 6)
-        agrees(at_key(compiled, mode, size, x, table), doubled(x, table))
+    dims: dict[str, Any] = {"capture_sizes": [2, 4, 8], "dynamic_dims": {"x": 0}}
+    fast = keyed(doubled, make=lambda size: (torch.randn(size, 6), torch.randn(5, 6)), **dims)
+    fast.capture(sizes=sizes)
+    fast.check(sizes=(4, 8, 2, 8, 4, 2))
     for mode in BOTH:
-        counts = tally(rt, mode)
+        counts = fast.tally(mode)
         assert set(counts.values()) == {(1, 3)}
         assert len(counts) == 3 * len({region for region, _ in counts})
-    assert rt.stats().callables == 1
+    assert fast.rt.stats().callables == 1
 
 
 def of_no_symbol(x: torch.Tensor) -> torch.Tensor:
@@ -163,19 +144,15 @@ def of_no_symbol(x: torch.Tensor) -> torch.Tensor:
     return torch.ops.cgpasstest.attend(summed * 2 + 1).tanh()
 
 
-def test_a_region_without_symbols_has_a_graph_a_key(rt: GraphRuntime, at_key: Run, tally: Run) -> None:
-    compiled = compiled_with(rt, of_no_symbol, capture_sizes=[4, 8], dynamic_dims={"x": 0})
-    with rt.capturing():
-        for mode, size in itertools.product(BOTH, (8, 4)):
-            at_key(compiled, mode, size, torch.randn(size, 6))
-    for mode, size in itertools.product(BOTH, (4, 8, 4, 8)):
-        x = torch.randn(size, 6)
-        agrees(at_key(compiled, mode, size, x), of_no_symbol(x))
+def test_a_region_without_symbols_has_a_graph_a_key(keyed: Make) -> None:
+    fast = keyed(of_no_symbol, capture_sizes=[4, 8], dynamic_dims={"x": 0})
+    fast.capture(sizes=(8, 4))
+    fast.check(sizes=(4, 8, 4, 8))
     for mode, regions in (("FULL", ["full"]), ("PIECEWISE", ["r0", "r2", "r4"])):
-        assert tally(rt, mode) == {(f"g0.{region}", size): (1, 3) for region in regions for size in (4, 8)}
+        assert fast.tally(mode) == {(f"g0.{region}", size): (1, 3) for region in regions for size in (4, 8)}
 
 
-DERIVED = {
+DERIVED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "flattened": lambda x: torch.ops.cgpasstest.attend(x.flatten()) * 2,
     "halved": lambda x: torch.ops.cgpasstest.attend(x[: x.shape[0] // 2] + 1) * 2,
     "one less": lambda x: torch.ops.cgpasstest.attend(x[1:] + 1) * 2,
@@ -186,39 +163,28 @@ DERIVED = {
 
 
 @pytest.mark.parametrize("name", DERIVED)
-def test_sizes_computed_from_the_symbol(rt: GraphRuntime, at_key: Run, name: str) -> None:
-    model = DERIVED[name]
-    compiled = compiled_with(rt, model)
-    with rt.capturing():
-        for mode in ("PIECEWISE", "FULL"):
-            for size in (8, 4):
-                at_key(compiled, mode, size, torch.randn(size, 6))
-    for mode in ("PIECEWISE", "FULL"):
-        for size in (4, 8, 4):
-            x = torch.randn(size, 6)
-            agrees(at_key(compiled, mode, size, x), model(x))
-    assert rt.stats().callables == 1
-    assert {(key.num_tokens, c.captured, c.replayed) for (_, _, key), c in rt.counts().items()} == {
-        (8, 1, 2), (4, 1, 3)
-    }  # fmt: skip
+def test_sizes_computed_from_the_symbol(keyed: Make, name: str) -> None:
+    fast = keyed(DERIVED[name])
+    fast.capture(sizes=(8, 4))
+    fast.check(sizes=(4, 8, 4))
+    assert fast.rt.stats().callables == 1
+    for mode in BOTH:
+        assert {(size, counts) for (_, size), counts in fast.tally(mode).items()} == {(8, (1, 2)), (4, (1, 3))}
 
 
-def test_symbols_of_an_input_that_is_no_key_are_no_key(rt: GraphRuntime, at_key: Run) -> None:
+def test_symbols_of_an_input_that_is_no_key_are_no_key(keyed: Make) -> None:
     """The first symbolic size of this graph is the table's, which is the same at every key."""
 
     def model(table: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.cgpasstest.attend(x + table.sum()) * table.shape[0]
 
-    compiled = compiled_with(rt, model, capture_sizes=[4, 8], dynamic_dims={"x": 0})
-    with rt.capturing():
-        for size in (8, 4):
-            at_key(compiled, "PIECEWISE", size, torch.randn(9, 6), torch.randn(size, 6))
-    for size in (4, 8):
-        table, x = torch.randn(9, 6), torch.randn(size, 6)
-        agrees(at_key(compiled, "PIECEWISE", size, table, x), model(table, x))
+    dims: dict[str, Any] = {"capture_sizes": [4, 8], "dynamic_dims": {"x": 0}}
+    fast = keyed(model, make=lambda size: (torch.randn(9, 6), torch.randn(size, 6)), **dims)
+    fast.capture("PIECEWISE", sizes=(8, 4))
+    fast.check("PIECEWISE", sizes=(4, 8))
     with pytest.raises(ShapeError, match="l_table_"):
         # Another table is no graph's, and must not be taken for one.
-        at_key(compiled, "PIECEWISE", 4, torch.randn(7, 6), torch.randn(4, 6))
+        fast.at("PIECEWISE", 4, torch.randn(7, 6), torch.randn(4, 6))
 
 
 # -- size 1
@@ -227,29 +193,22 @@ def test_symbols_of_an_input_that_is_no_key_are_no_key(rt: GraphRuntime, at_key:
 @pytest.mark.parametrize(
     ("mode", "order"), [("FULL", (4, 1)), ("PIECEWISE", (1, 4))], ids=["1 last, FULL", "1 first, PIECEWISE"]
 )
-def test_size_one_is_an_artifact_of_its_own(
-    rt: GraphRuntime, at_key: Run, tally: Run, mode: str, order: tuple[int, int]
-) -> None:
+def test_size_one_is_an_artifact_of_its_own(keyed: Make, mode: str, order: tuple[int, int]) -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         return torch.ops.cgpasstest.attend(x * 2) + x.mean(0)
 
-    compiled = compiled_with(rt, model, capture_sizes=[1, 4, 8], dynamic_dims={"x": 0})
+    fast = keyed(model, capture_sizes=[1, 4, 8], dynamic_dims={"x": 0})
     grown = []
-    with rt.capturing():
-        for size in (*order, 8):
-            at_key(compiled, mode, size, torch.randn(size, 6))
-            grown.append(rt.compiled())
+    for size in (*order, 8):
+        fast.capture(mode, sizes=[size])
+        grown.append(fast.rt.compiled())
     assert grown == [2, 4, 4], "two regions: dynamic, and of size 1"
-    for size in (1, 8, 4, 1):
-        x = torch.randn(size, 6)
-        agrees(at_key(compiled, mode, size, x), model(x))
-    assert rt.compiled() == 4
-    one = "g1" if order == (4, 1) else "g0"
-    other = "g0" if order == (4, 1) else "g1"
-    regions = ["full"] if mode == "FULL" else ["r0", "r2"]
-    assert tally(rt, mode) == {
+    fast.check(mode, sizes=(1, 8, 4, 1))
+    assert fast.rt.compiled() == 4
+    one, other = ("g1", "g0") if order == (4, 1) else ("g0", "g1")
+    assert fast.tally(mode) == {
         (f"{graph}.{region}", size): (1, replayed)
-        for region in regions
+        for region in (["full"] if mode == "FULL" else ["r0", "r2"])
         for graph, size, replayed in ((one, 1, 3), (other, 4, 2), (other, 8, 2))
     }
 
@@ -296,64 +255,30 @@ GUARDED = [
     ids=[f"{case[1].__name__}-{case[0]}" for case in GUARDED],
 )
 def test_sizes_outside_the_guards_are_listed_and_captured_as_graphs_of_their_own(
-    rt: GraphRuntime,
-    at_key: Run,
-    mode: str,
-    model: Callable[..., Any],
-    first: int,
-    excluded: list[int],
-    number: str,
-    callables: int,
+    keyed: Make, mode: str, model: Any, first: int, excluded: list[int], number: str, callables: int
 ) -> None:
     sizes = [2, 4, 6, 8, 16]
-    compiled = compiled_with(rt, model, capture_sizes=sizes, dynamic_dims={"x": 0})
-    at_key(compiled, mode, first, torch.randn(first, 5), capture=rt)
-    listed = {size: note for note in notes(rt) for size in sizes if f"g0: num_tokens={size} is outside" in note}
+    fast = keyed(model, capture_sizes=sizes, dynamic_dims={"x": 0})
+    fast.capture(mode, sizes=[first])
+    listed = {size: note for note in fast.rt.notes for size in sizes if f"g0: num_tokens={size} is outside" in note}
     assert sorted(listed) == excluded
     assert all(number in note.partition("guards")[2] for note in listed.values()), "with the constraint"
-    with rt.capturing():
-        for size in sizes:
-            if size != first:
-                at_key(compiled, mode, size, torch.randn(size, 5))
-    for size in sizes:
-        x = torch.randn(size, 5)
-        agrees(at_key(compiled, mode, size, x), model(x))
-    assert rt.stats().callables == callables
-    assert sorted((key.num_tokens, c.captured, c.replayed) for (_, _, key), c in rt.counts().items()) == [
-        (size, 1, 2) for size in sizes
-    ]
+    fast.capture(mode, sizes=[size for size in sizes if size != first])
+    fast.check(mode, sizes=sizes)
+    assert fast.rt.stats().callables == callables
+    counts = sorted((size, *counts) for (_, size), counts in fast.tally(mode).items())
+    assert counts == [(size, 1, 2) for size in sizes]
 
 
-def test_a_guard_over_two_fields_excludes_pairs_not_sizes(rt: GraphRuntime, at_key: Run) -> None:
-    def model(x: torch.Tensor) -> torch.Tensor:
-        return x * 2 if x.shape[0] < x.shape[1] else x + 1
-
-    compiled = compiled_with(rt, model, **TWO_FIELDS)
+def test_a_guard_over_two_fields_excludes_pairs_not_sizes(keyed: Make) -> None:
+    given = {**TWO_FIELDS, "make": lambda size: (torch.randn(*size),)}
+    fast = keyed(lambda x: x * 2 if x.shape[0] < x.shape[1] else x + 1, **given)
     pairs = [(2, 6), (3, 4), (4, 3), (6, 2), (4, 4)]
-    with rt.capturing():
-        for reqs, length in pairs:
-            at_key(compiled, "FULL", reqs_by_length(reqs, length), torch.randn(reqs, length))
-    for reqs, length in pairs:
-        x = torch.randn(reqs, length)
-        agrees(at_key(compiled, "FULL", reqs_by_length(reqs, length), x), model(x))
-    assert rt.stats().captured == 5
-    listed = [note for note in notes(rt) if "outside this graph's guards" in note]
+    fast.capture("FULL", sizes=pairs)
+    fast.check("FULL", sizes=pairs)
+    assert fast.captured == 5
+    listed = [note for note in fast.rt.notes if "outside this graph's guards" in note]
     assert not [note for note in listed if "num_reqs=4" in note or "seq_len=4" in note], "4 fits with some partner"
-
-
-def test_a_size_that_no_graph_admits_is_an_error_when_it_is_captured(rt: GraphRuntime, at_key: Run) -> None:
-    def model(x: torch.Tensor) -> torch.Tensor:
-        torch._check(x.shape[0] <= 8, lambda: "at most 8 rows")
-        return x * 2
-
-    compiled = compiled_with(rt, model, capture_sizes=[4, 16], dynamic_dims={"x": 0})
-    at_key(compiled, "FULL", 4, torch.randn(4, 5), capture=rt)
-    assert [note for note in notes(rt) if "num_tokens=16 is outside" in note and "<= 8" in note]
-    with pytest.raises(RuntimeError), rt.capturing():
-        at_key(compiled, "FULL", 16, torch.randn(16, 5))
-    x = torch.randn(4, 5)
-    agrees(at_key(compiled, "FULL", 4, x), model(x))
-    assert rt.stats().captured == 1
 
 
 # -- Dynamo's recompile limit
@@ -364,15 +289,9 @@ def by_table(x: torch.Tensor) -> torch.Tensor:
     return x.relu() * {2: 3.0, 4: 5.0, 6: 7.0, 8: 9.0}[x.shape[0]]
 
 
-SIZES = [2, 4, 6, 8]
-
-
 def limited(rt: GraphRuntime, on_fallback: str, mode: str = "FULL") -> Any:
-    return gp.graphed(by_table, SIZES, {"x": 0}, mode=mode, compiler="eager", runtime=rt, on_fallback=on_fallback)
-
-
-def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.message for r in caplog.records if r.name == "graphpass" and r.levelno == logging.WARNING]
+    options: dict[str, Any] = {"mode": mode, "compiler": "eager", "runtime": rt, "on_fallback": on_fallback}
+    return gp.graphed(by_table, [2, 4, 6, 8], {"x": 0}, **options)
 
 
 @pytest.mark.parametrize(("mode", "on_fallback"), [("FULL", "warn"), ("PIECEWISE", "warn"), ("FULL", "silent")])
@@ -381,16 +300,16 @@ def test_at_the_recompile_limit_calls_fall_back(
 ) -> None:
     fast = limited(rt, on_fallback, mode)
     with torch._dynamo.config.patch(recompile_limit=2), caplog.at_level(logging.INFO, "graphpass"):
-        for _ in range(3):
-            for size in (8, 4, 6, 2):
-                x = torch.randn(size, 6)
-                agrees(fast(x), by_table(x))
+        for size in (8, 4, 6, 2) * 3:
+            x = torch.randn(size, 6)
+            agrees(fast(x), by_table(x))
     assert rt.stats().callables == 2
     assert rt.stats().captured == 2, "the sizes compiled before the limit"
     assert rt.stats().replayed == 2 * 2, "which replay after it too"
-    said = [message for message in warnings_of(caplog) if "recompile limit" in message]
+    warned = [r.message for r in caplog.records if r.name == "graphpass" and r.levelno == logging.WARNING]
+    said = [message for message in warned if "recompile limit" in message]
     assert len(said) == (1 if on_fallback == "warn" else 0), "once for the reason, not for each key or call"
-    assert [note for note in notes(rt) if "recompile limit" in note]
+    assert [note for note in rt.notes if "recompile limit" in note]
 
 
 def test_at_the_recompile_limit_a_fallback_can_be_an_error(rt: GraphRuntime) -> None:

@@ -15,27 +15,29 @@ import torch
 from torch import nn
 from torch._dynamo.exc import Unsupported
 
-import graphpass as gp
 from graphpass import GraphRuntime
-from graphpass.errors import CaptureError
-from tests.unit.cgpass.attended import BOTH, Attended, Run, agrees, compiled_with, endings, expected_counts
+from graphpass.errors import CaptureError, ShapeError
+from tests.observed import reported_regions
+from tests.unit.cgpass.attended import Attended, Make, expected_counts
+from tests.unit.compiled import BOTH, agrees
+from tests.unit.models import module
 
 # -- fullgraph and graph breaks
 
 
-def test_fullgraph_is_one_callable(rt: GraphRuntime, at_key: Run, tally: Run) -> None:
-    model = Attended()
-    compiled = compiled_with(rt, model, fullgraph=True)
-    with rt.capturing():
-        for mode in BOTH:
-            at_key(compiled, mode, 4, torch.randn(4, 6))
-    for mode in BOTH * 2:
-        x = torch.randn(4, 6)
-        agrees(at_key(compiled, mode, 4, x), model(x).detach())
-    assert rt.stats().callables == 1
-    assert endings(rt) == {}
+def endings(rt: GraphRuntime) -> dict[str, str]:
+    """{callable: why Dynamo ended its graph} for those that a graph break ended."""
+    return {name.removesuffix(".end"): why for name, _, why in reported_regions(rt) if name.endswith(".end")}
+
+
+def test_fullgraph_is_one_callable(keyed: Make) -> None:
+    fast = keyed(Attended(), fullgraph=True)
+    fast.capture()
+    fast.check(*BOTH * 2)
+    assert fast.rt.stats().callables == 1
+    assert endings(fast.rt) == {}
     for mode in BOTH:
-        assert tally(rt, mode) == expected_counts(mode, 4, (1, 3))
+        assert fast.tally(mode) == expected_counts(mode, 4, (1, 3))
 
 
 def breaks_explicitly(x: torch.Tensor) -> torch.Tensor:
@@ -68,88 +70,69 @@ def breaks_at_a_branch(x: torch.Tensor) -> torch.Tensor:
     return x.cos() + 2
 
 
-BREAKS = [
-    (breaks_explicitly, "graph_break"),
-    (breaks_at_print, "builtin operator"),
-    (breaks_at_disabled, "disable"),
-    (breaks_at_a_branch, "jump"),
-]
+BREAKS = {
+    "graph_break": breaks_explicitly,
+    "builtin operator": breaks_at_print,
+    "disable": breaks_at_disabled,
+    "jump": breaks_at_a_branch,
+}
 
 
-@pytest.mark.parametrize(("model", "why"), BREAKS, ids=[why for _, why in BREAKS])
-def test_each_side_of_a_graph_break_has_its_own_full(
-    rt: GraphRuntime, at_key: Run, tally: Run, capsys: pytest.CaptureFixture[str], model: Callable[..., Any], why: str
-) -> None:
-    compiled = compiled_with(rt, model)
-    with rt.capturing():
-        for size in (8, 4):
-            at_key(compiled, "FULL", size, torch.rand(size, 6))
-    for size in (4, 8, 4):
-        x = torch.rand(size, 6)
-        agrees(at_key(compiled, "FULL", size, x), model(x))
-    assert tally(rt, "FULL") == {
-        ("g0.full", 8): (1, 2), ("g1.full", 8): (1, 2), ("g0.full", 4): (1, 3), ("g1.full", 4): (1, 3)
-    }  # fmt: skip
-    ((name, reason),) = endings(rt).items()
+@pytest.mark.parametrize("why", BREAKS)
+def test_each_side_of_a_graph_break_has_its_own_full(keyed: Make, capsys: pytest.CaptureFixture[str], why: str) -> None:
+    model = BREAKS[why]
+    fast = keyed(model, make=lambda size: (torch.rand(size, 6),))
+    fast.capture("FULL", sizes=(8, 4))
+    fast.check("FULL", sizes=(4, 8, 4))
+    assert fast.tally("FULL") == {
+        (f"g{graph}.full", size): (1, calls) for size, calls in ((8, 2), (4, 3)) for graph in (0, 1)
+    }
+    ((name, reason),) = endings(fast.rt).items()
     assert name == "g0"
     assert why in reason.lower()
     assert f"test_torch_compile_usage.py:{model.__code__.co_firstlineno + 2}" in reason
     assert capsys.readouterr().out.count("rows 6") == (2 + 3 + 3 if model is breaks_at_print else 0)
 
 
-@pytest.mark.parametrize(("model", "why"), BREAKS[2:], ids=[why for _, why in BREAKS[2:]])
-def test_fullgraph_refuses_graph_breaks_before_the_backend(
-    rt: GraphRuntime, model: Callable[..., Any], why: str
-) -> None:
+@pytest.mark.parametrize("why", ["disable", "jump"])
+def test_fullgraph_refuses_graph_breaks_before_the_backend(keyed: Make, why: str) -> None:
+    fast = keyed(BREAKS[why], fullgraph=True)
     with pytest.raises(Unsupported):
-        compiled_with(rt, model, fullgraph=True)(torch.rand(4, 6))
-    assert rt.callables() == ()
+        fast(torch.rand(4, 6))
+    assert fast.rt.callables() == ()
 
 
-def test_both_branches_are_graphs_of_their_own(rt: GraphRuntime, at_key: Run, tally: Run) -> None:
-    compiled = compiled_with(rt, breaks_at_a_branch)
+def test_both_branches_are_graphs_of_their_own(keyed: Make) -> None:
+    fast = keyed(breaks_at_a_branch)
     above, below = torch.rand(4, 6), -torch.rand(4, 6) - 1
-    with rt.capturing():
-        for mode, x in itertools.product(BOTH, (above, below)):
-            agrees(at_key(compiled, mode, 4, x), breaks_at_a_branch(x))
-    for mode, x in itertools.product(BOTH, (below * 2, above * 2, below * 3)):
-        agrees(at_key(compiled, mode, 4, x), breaks_at_a_branch(x))
+    for inputs, capture in (((above, below), True), ((below * 2, above * 2, below * 3), False)):
+        for mode, x in itertools.product(BOTH, inputs):
+            agrees(fast.at(mode, 4, x, capture=capture), breaks_at_a_branch(x))
     for mode, region in (("FULL", "full"), ("PIECEWISE", "r0")):
-        assert tally(rt, mode) == {
-            (f"g0.{region}", 4): (1, 5), (f"g1.{region}", 4): (1, 2), (f"g2.{region}", 4): (1, 3)
-        }  # fmt: skip
+        assert fast.tally(mode) == {(f"g{n}.{region}", 4): (1, calls) for n, calls in enumerate((5, 2, 3))}
 
 
-def test_a_branch_that_was_not_captured_is_refused_not_run_eagerly(rt: GraphRuntime, at_key: Run) -> None:
-    compiled = compiled_with(rt, breaks_at_a_branch)
-    at_key(compiled, "FULL", 4, torch.rand(4, 6), capture=rt)
-    below = -torch.rand(4, 6) - 1
+def test_a_branch_that_was_not_captured_is_refused_not_run_eagerly(keyed: Make) -> None:
+    fast, below = keyed(breaks_at_a_branch), -torch.rand(4, 6) - 1
+    fast.at("FULL", 4, torch.rand(4, 6), capture=True)
     with pytest.raises(CaptureError, match=r"g2\.full has no graph"):
-        at_key(compiled, "FULL", 4, below)
-    with rt.capturing():
-        agrees(at_key(compiled, "FULL", 4, below), breaks_at_a_branch(below))
+        fast.at("FULL", 4, below)
+    agrees(fast.at("FULL", 4, below, capture=True), breaks_at_a_branch(below))
 
 
-def test_a_break_in_every_layer_is_two_callables(rt: GraphRuntime, at_key: Run) -> None:
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(6, 6)
+def breaks_after_a_layer(self: Any, x: torch.Tensor) -> torch.Tensor:
+    x = self.inner(x)
+    torch._dynamo.graph_break()
+    return x.relu()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.inner(x)
-            torch._dynamo.graph_break()
-            return x.relu()
 
-    model = nn.Sequential(*[Layer() for _ in range(3)])
-    compiled = compiled_with(rt, model)
-    at_key(compiled, "FULL", 4, torch.randn(4, 6), capture=rt)
-    for _ in range(2):
-        x = torch.randn(4, 6)
-        agrees(at_key(compiled, "FULL", 4, x), model(x).detach())
-    assert {region: (c.captured, c.static_sets, c.replayed) for (region, _, _), c in rt.counts().items()} == {
-        "g0.full": (3, 3, 9), "g1.full": (1, 1, 9)
-    }, "the half with weights once a layer, the other once"  # fmt: skip
+def test_a_break_in_every_layer_is_two_callables(keyed: Make) -> None:
+    fast = keyed(nn.Sequential(*[module(breaks_after_a_layer, inner=nn.Linear(6, 6)) for _ in range(3)]))
+    fast.capture("FULL")
+    fast.check("FULL", "FULL")
+    counts = {region: (c.captured, c.static_sets, c.replayed) for (region, _, _), c in fast.rt.counts().items()}
+    # The half with weights once a layer, the other once.
+    assert counts == {"g0.full": (3, 3, 9), "g1.full": (1, 1, 9)}
 
 
 # -- dynamic shapes
@@ -160,80 +143,62 @@ def test_a_break_in_every_layer_is_two_callables(rt: GraphRuntime, at_key: Run) 
     [(True, 2), (False, 4), (None, 3)],
     ids=["True: and size 1", "False: each size", "None: static, dynamic, size 1"],
 )
-def test_dynamic_true_false_and_none(rt: GraphRuntime, at_key: Run, dynamic: bool | None, callables: int) -> None:
-    model = Attended()
-    compiled = compiled_with(rt, model, dynamic=dynamic)
-    with rt.capturing():
-        for size, mode in itertools.product((8, 4, 6, 1), BOTH):
-            x = torch.randn(size, 6)
-            agrees(at_key(compiled, mode, size, x), model(x).detach())
-        # Dynamo's newest code that fits serves: with None, size 8 moves from the static graph to the dynamic one.
-        for mode in BOTH:
-            at_key(compiled, mode, 8, torch.randn(8, 6))
-    assert rt.stats().callables == callables
-    captured = rt.stats().captured
-    assert captured == (5 if dynamic is None else 4) * 3, "each key once in the code that serves it"
-    for size, mode in itertools.product((1, 6, 4, 8, 4), BOTH):
-        x = torch.randn(size, 6)
-        agrees(at_key(compiled, mode, size, x), model(x).detach())
-    assert rt.stats().callables == callables
-    assert rt.stats().captured == captured
+def test_dynamic_true_false_and_none(keyed: Make, dynamic: bool | None, callables: int) -> None:
+    fast = keyed(Attended(), dynamic=dynamic)
+    for size in (8, 4, 6, 1):
+        fast.check(sizes=[size], capture=True)
+    # Dynamo's newest code that fits serves: with None, size 8 moves from the static graph to the dynamic one.
+    fast.capture(sizes=[8])
+    assert fast.rt.stats().callables == callables
+    captured = (5 if dynamic is None else 4) * 3
+    assert fast.captured == captured, "each key once in the code that serves it"
+    fast.check(sizes=(1, 6, 4, 8, 4))
+    assert fast.rt.stats().callables == callables
+    assert fast.captured == captured
 
 
 @pytest.mark.parametrize("mark", [torch._dynamo.mark_dynamic, torch._dynamo.maybe_mark_dynamic])
-def test_a_marked_dimension_is_dynamic_from_the_first_call(
-    rt: GraphRuntime, at_key: Run, mark: Callable[..., None]
-) -> None:
-    model = Attended()
-    compiled = compiled_with(rt, model, dynamic=None)
-    with rt.capturing():
-        for size, mode in itertools.product((8, 4, 2), BOTH):
-            x = torch.randn(size, 6)
-            mark(x, 0)
-            agrees(at_key(compiled, mode, size, x), model(x).detach())
-    assert (rt.stats().callables, rt.compiled()) == (1, 2)
-    for size, mode in itertools.product((2, 8, 4), BOTH):
-        x = torch.randn(size, 6)
-        agrees(at_key(compiled, mode, size, x), model(x).detach())
-    assert rt.stats().callables == 1, "unmarked inputs of these sizes use the same code"
-    assert rt.stats().captured == 3 * 3
+def test_a_marked_dimension_is_dynamic_from_the_first_call(keyed: Make, mark: Callable[..., None]) -> None:
+    fast = keyed(Attended(), dynamic=None)
+    unmarked = fast.make
+
+    def marked(size: int) -> tuple[torch.Tensor, ...]:
+        (x,) = unmarked(size)
+        mark(x, 0)
+        return (x,)
+
+    fast.make = marked
+    fast.capture(sizes=(8, 4, 2))
+    fast.check(sizes=(8, 4, 2))
+    assert (fast.rt.stats().callables, fast.rt.compiled()) == (1, 2)
+    fast.make = unmarked
+    fast.check(sizes=(2, 8, 4))
+    assert fast.rt.stats().callables == 1, "unmarked inputs of these sizes use the same code"
+    assert fast.captured == 3 * 3
 
 
-def test_a_marked_dimension_names_no_other_size(rt: GraphRuntime, at_key: Run) -> None:
-    compiled = compiled_with(rt, Attended(), dynamic=None)
-    x = torch.randn(8, 6)
+def test_a_marked_dimension_names_no_other_size(keyed: Make) -> None:
+    fast, x = keyed(Attended(), dynamic=None), torch.randn(8, 6)
     torch._dynamo.mark_dynamic(x, 0)
-    at_key(compiled, "FULL", 8, x, capture=rt)
-    with pytest.raises((CaptureError, gp.errors.ShapeError)):
-        at_key(compiled, "FULL", 8, torch.randn(5, 6))
-    assert rt.stats().replayed == 1
+    fast.at("FULL", 8, x, capture=True)
+    with pytest.raises((CaptureError, ShapeError)):
+        fast.at("FULL", 8, torch.randn(5, 6))
+    assert fast.rt.stats().replayed == 1
 
 
-def test_maybe_mark_dynamic_yields_to_a_model_that_fixes_the_size(rt: GraphRuntime, at_key: Run, tally: Run) -> None:
-    def model(x: torch.Tensor) -> torch.Tensor:
-        return x.relu() * {4: 2, 8: 3}[x.shape[0]]
-
-    compiled = compiled_with(rt, model, dynamic=None)
-    with rt.capturing():
-        for size in (8, 4):
-            x = torch.randn(size, 6)
-            torch._dynamo.maybe_mark_dynamic(x, 0)
-            agrees(at_key(compiled, "FULL", size, x), model(x))
-    for size in (4, 8):
+def test_maybe_mark_dynamic_yields_to_a_model_that_fixes_the_size(keyed: Make) -> None:
+    fast = keyed(lambda x: x.relu() * {4: 2, 8: 3}[x.shape[0]], dynamic=None)
+    for size in (8, 4):
         x = torch.randn(size, 6)
-        agrees(at_key(compiled, "FULL", size, x), model(x))
-    assert tally(rt, "FULL") == {("g0.full", 8): (1, 2), ("g1.full", 4): (1, 2)}
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+        agrees(fast.at("FULL", size, x, capture=True), fast.model(x))
+    fast.check("FULL", sizes=(4, 8))
+    assert fast.tally("FULL") == {("g0.full", 8): (1, 2), ("g1.full", 4): (1, 2)}
 
 
-# -- advice
-
-
-def test_nothing_is_logged_twice_for_one_compile(
-    rt: GraphRuntime, at_key: Run, caplog: pytest.LogCaptureFixture
-) -> None:
-    compiled = compiled_with(rt, Attended(), dynamic=None)
-    with caplog.at_level(logging.INFO, "graphpass"), rt.capturing():
-        for size in (8, 4, 6, 8, 4, 6):
-            at_key(compiled, "FULL", size, torch.randn(size, 6))
+def test_nothing_is_logged_twice_for_one_compile(keyed: Make, caplog: pytest.LogCaptureFixture) -> None:
+    fast = keyed(Attended(), dynamic=None)
+    with caplog.at_level(logging.INFO, "graphpass"):
+        fast.capture("FULL", sizes=(8, 4, 6, 8, 4, 6))
     said = [record.message for record in caplog.records if record.name == "graphpass"]
     assert len(said) == len(set(said))

@@ -24,8 +24,9 @@ from graphpass.compile.compilers import Compiler
 from graphpass.context import ForwardContext, entered
 from graphpass.errors import OptionError
 from graphpass.report.records import TunedRange
-from tests.unit.compile.tuned import AUTOTUNE, COMBO, DESCENT, PDL, Bench, Captured, Layer, captured, notes, tuned
+from tests.unit.compile.tuned import AUTOTUNE, COMBO, DESCENT, PDL, Bench, Captured, captured, layer, notes, tuned
 from tests.unit.encoder import toy
+from tests.unit.models import module
 
 
 def fake_matrix(*, lowest: int) -> torch.Tensor:
@@ -45,7 +46,7 @@ def in_warm_up(bench: Bench) -> Any:
 
 def test_each_setting_is_kept_or_dropped_before_the_next(bench: Bench, rt: gp.GraphRuntime) -> None:
     bench.replay_s = {(PDL,): 1.1, (DESCENT,): 0.8, (DESCENT, COMBO): 0.6, (DESCENT, COMBO, AUTOTUNE): 0.7}
-    captured(Layer(), rt)
+    captured(layer(), rt)
     assert bench.tried() == [(PDL,), (DESCENT,), (DESCENT, COMBO), (DESCENT, COMBO, AUTOTUNE)]
     assert tuned(rt) == (TunedRange("g0.r0", "9 and more", f"{DESCENT} + {COMBO}", 1.0, 0.6, pytest.approx(4.0)),)
     assert tuned(rt)[0].gain == pytest.approx(0.4)
@@ -55,25 +56,17 @@ def test_each_setting_is_kept_or_dropped_before_the_next(bench: Bench, rt: gp.Gr
 
 def test_the_report_shows_what_tuning_chose(bench: Bench, rt: gp.GraphRuntime) -> None:
     bench.replay_s = {(PDL,): 0.25}
-    report = captured(Layer(), rt).report()
+    report = captured(layer(), rt).report()
     assert report["Tuned"].rows == (("g0.r0", "9 and more", PDL, "1000.000 ms", "250.000 ms", "75.0%", "4.0 s"),)
-    assert report.to_dict()["cost"]["tuned"][0] == pytest.approx(
-        {
-            "region": "g0.r0",
-            "sizes": "9 and more",
-            "settings": PDL,
-            "untuned_s": 1.0,
-            "tuned_s": 0.25,
-            "tuning_s": 4.0,
-            "gain": 0.75,
-        }
-    )
+    names = ("region", "sizes", "settings", "untuned_s", "tuned_s", "tuning_s", "gain")
+    row = dict(zip(names, ("g0.r0", "9 and more", PDL, 1.0, 0.25, 4.0, 0.75), strict=True))
+    assert report.to_dict()["cost"]["tuned"][0] == pytest.approx(row)
     assert PDL in str(report)
 
 
 def test_the_choice_runs_in_graphs_and_without_them(bench: Bench, rt: gp.GraphRuntime) -> None:
     bench.replay_s = {(DESCENT,): 0.5}
-    model = Layer()
+    model = layer()
     graphed = captured(model, rt)
     bench.ran.clear()
     x = torch.randn(13, 4)
@@ -83,45 +76,37 @@ def test_the_choice_runs_in_graphs_and_without_them(bench: Bench, rt: gp.GraphRu
     assert set(bench.ran) == {(DESCENT,)}
 
 
-def test_what_is_hardly_faster_is_not_kept(bench: Bench, rt: gp.GraphRuntime) -> None:
-    bench.replay_s = {(PDL,): 0.999}
-    captured(Layer(), rt)
-    assert tuned(rt)[0].settings == "untuned"
-
-
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def test_a_variant_with_a_larger_error_is_refused(bench: Bench, rt: gp.GraphRuntime) -> None:
+LARGER = "its results are further from those in a wide type"
+UNSTEADY = "30 replays over equal inputs did not give equal bits"
+
+
+@pytest.mark.parametrize(
+    ("faults", "kept", "why"),
+    [
+        ({"replay_s": {(PDL,): 0.999}}, "untuned", ""),
+        ({"scaled": {(PDL,): 1.001}}, DESCENT, f"tuned without triton.enable_pdl: {LARGER}"),
+        ({"scaled": {(): 1 + 3e-7, (PDL,): 1 + 2e-7}, "replay_s": {(PDL,): 0.5}}, PDL, ""),
+        ({"scaled": {(): 1 + 1e-6}, "unsteady": {(PDL,)}}, DESCENT, UNSTEADY),
+        (
+            {"fails": {(PDL,): RuntimeError("no kernel\nfor this")}, "replay_s": {(DESCENT,): 0.9}},
+            DESCENT,
+            "tuned without triton.enable_pdl: it failed: RuntimeError: no kernel",
+        ),
+    ],
+    ids=["hardly faster", "a larger error", "it rounds otherwise", "replays differ", "it fails"],
+)
+def test_a_variant_that_is_no_better_or_wrong_is_not_kept(
+    bench: Bench, rt: gp.GraphRuntime, faults: dict[str, Any], kept: str, why: str
+) -> None:
     bench.replay_s = {(PDL,): 0.5, (DESCENT,): 0.9}
-    bench.scaled = {(PDL,): 1.001}
-    captured(Layer(), rt)
-    assert tuned(rt)[0].settings == DESCENT
-    assert "tuned without triton.enable_pdl: its results are further from those in a wide type" in notes(rt)
-
-
-def test_a_variant_that_rounds_otherwise_agrees(bench: Bench, rt: gp.GraphRuntime) -> None:
-    bench.replay_s = {(PDL,): 0.5}
-    bench.scaled = {(): 1 + 3e-7, (PDL,): 1 + 2e-7}
-    captured(Layer(), rt)
-    assert tuned(rt)[0].settings == PDL
-
-
-def test_a_variant_whose_replays_differ_is_refused(bench: Bench, rt: gp.GraphRuntime) -> None:
-    bench.replay_s = {(PDL,): 0.5, (DESCENT,): 0.9}
-    bench.scaled = {(): 1 + 1e-6}
-    bench.unsteady = {(PDL,)}
-    captured(Layer(), rt)
-    assert tuned(rt)[0].settings == DESCENT
-    assert "30 replays over equal inputs did not give equal bits" in notes(rt)
-
-
-def test_a_variant_that_fails_is_skipped(bench: Bench, rt: gp.GraphRuntime) -> None:
-    bench.replay_s = {(DESCENT,): 0.9}
-    bench.fails = {(PDL,): RuntimeError("no kernel\nfor this")}
-    captured(Layer(), rt)
-    assert tuned(rt)[0].settings == DESCENT
-    assert "tuned without triton.enable_pdl: it failed: RuntimeError: no kernel" in notes(rt)
+    for name, value in faults.items():
+        setattr(bench, name, value)
+    captured(layer(), rt)
+    assert tuned(rt)[0].settings == kept
+    assert why in notes(rt)
 
 
 def test_results_in_other_memory_are_refused(
@@ -135,7 +120,7 @@ def test_results_in_other_memory_are_refused(
 
     monkeypatch.setattr(once, "compiler_named", lambda name: Compiler(transposed, False, False))
     bench.replay_s = {(PDL,): 0.5}
-    captured(Layer(), rt)
+    captured(layer(), rt)
     assert tuned(rt)[0].settings == "untuned"
     assert "its results lie in memory in another way" in notes(rt)
 
@@ -177,43 +162,37 @@ def test_agreement_of_integers_and_of_few_entries() -> None:
     assert not tuning._is_as_right(one * 1.02, one, exact)
 
 
-class Counts(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.count.add_(1)
-        return x + self.count
+def counts(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.count.add_(1)
+    return x + self.count
 
 
 def test_the_run_in_a_wide_type_starts_from_the_same_inputs(bench: Bench, rt: gp.GraphRuntime) -> None:
     bench.replay_s = {(PDL,): 0.5}
     bench.scaled = {(PDL,): 1.01}
-    captured(Counts(), rt)
+    captured(module(counts, count=torch.zeros(4)), rt)
     assert tuned(rt)[0].settings == "untuned"
 
 
 def test_replays_start_from_equal_inputs(bench: Bench, rt: gp.GraphRuntime) -> None:
     bench.replay_s = {(PDL,): 0.5}
-    model = Counts()
+    model: Any = module(counts, count=torch.zeros(4))
     graphed = captured(model, rt)
     assert tuned(rt)[0].settings == PDL
     assert torch.equal(model.count, torch.ones(4))  # the example is a call like any other
     assert torch.equal(graphed(torch.zeros(16, 4)), torch.full((16, 4), 2.0))
 
 
+def allocates(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """A region allocates what the op after it fills, as the result of attention."""
+    out = x.new_empty(x.shape)
+    torch.ops.compiletest.fill(x * 2, out)
+    return out + 1
+
+
 def test_memory_without_contents_is_not_compared(
     bench: Bench, rt: gp.GraphRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A region allocates what the op after it fills, as the result of attention."""
-
-    class Allocates(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out = x.new_empty(x.shape)
-            torch.ops.compiletest.fill(x * 2, out)
-            return out + 1
-
     contents = iter(range(10**6))
     run = bench.compile
 
@@ -231,7 +210,7 @@ def test_memory_without_contents_is_not_compared(
 
     monkeypatch.setattr(once, "compiler_named", lambda name: Compiler(poisoned, False, False))
     bench.replay_s = {(PDL,): 0.5}
-    graphed = captured(Allocates(), rt, splitting_ops=["compiletest::fill"])
+    graphed = captured(module(allocates), rt, splitting_ops=["compiletest::fill"])
     assert [found.settings for found in tuned(rt)] == [PDL, PDL]
     assert torch.equal(graphed(torch.ones(16, 4)), torch.full((16, 4), 3.0))
 
@@ -241,19 +220,18 @@ def test_memory_without_contents_is_not_compared(
 
 def test_no_variant_is_begun_once_the_time_is_spent(bench: Bench, rt: gp.GraphRuntime) -> None:
     bench.compile_s, bench.replay_s = 60.0, {(PDL,): 0.9, (PDL, DESCENT): 0.8, (PDL, DESCENT, COMBO): 0.1}
-    report = captured(Layer(), rt).report()
+    report = captured(layer(), rt).report()
     assert bench.tried() == [(PDL,), (PDL, DESCENT)]
     assert tuned(rt)[0].settings == f"{PDL} + {DESCENT}"
     assert any("tune_seconds is spent" in problem.what for problem in report.problems)
 
 
 def test_the_time_is_one_for_all_regions_of_a_runtime(bench: Bench, rt: gp.GraphRuntime) -> None:
-    class Two(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = torch.ops.compiletest.cut(x + 1)
-            return x * x
+    def two(self: Any, x: torch.Tensor) -> torch.Tensor:
+        x = torch.ops.compiletest.cut(x + 1)
+        return x * x
 
-    captured(Two(), rt, splitting_ops=["compiletest::cut"], tune_seconds=6)
+    captured(module(two), rt, splitting_ops=["compiletest::cut"], tune_seconds=6)
     assert len(bench.compiled) == 6  # four of the first region, two of the second
 
 
@@ -261,7 +239,7 @@ def test_an_interrupt_keeps_the_best_so_far(bench: Bench, rt: gp.GraphRuntime) -
     bench.replay_s = {(PDL,): 0.5}
     bench.fails = {(PDL, DESCENT): KeyboardInterrupt()}
     with pytest.raises(KeyboardInterrupt):
-        captured(Layer(), rt)
+        captured(layer(), rt)
     assert tuned(rt)[0].settings == PDL
     assert (bench.is_closed, bench.open_runs) == (True, 0)
 
@@ -272,7 +250,7 @@ def test_a_capture_is_charged_without_its_tuning(
     charged: list[float] = []
     monkeypatch.setattr(AutoDispatcher, "first_captured", lambda auto, call, seconds: charged.append(seconds))
     bench.compile_s = 25.0
-    captured(Layer(), rt)
+    captured(layer(), rt)
     charged.append(sum(use.capture_s for use in rt.uses()))
     # The fake clock says 100 s of a capture that took less than a few.
     assert [round(seconds / 100) for seconds in charged] == [-1, -1]
@@ -282,7 +260,7 @@ def test_a_capture_is_charged_without_its_tuning(
 
 
 def test_each_range_of_sizes_has_its_own_choice(bench: Bench, rt: gp.GraphRuntime) -> None:
-    graphed = captured(Layer(), rt, capture_sizes=[4, 8, 16, 64])
+    graphed = captured(layer(), rt, capture_sizes=[4, 8, 16, 64])
     assert [found.sizes for found in tuned(rt)] == ["9 and more", "2 to 8"]
     assert len(bench.compiled) == 8
     hints = [int(size) for _, sizes in bench.compiled for size in sizes]
@@ -294,7 +272,7 @@ def test_each_range_of_sizes_has_its_own_choice(bench: Bench, rt: gp.GraphRuntim
 
 def test_the_choice_of_one_range_does_not_run_in_another(bench: Bench, rt: gp.GraphRuntime) -> None:
     bench.replay_s = {(PDL,): 0.5}
-    graphed = captured(Layer(), rt)
+    graphed = captured(layer(), rt)
     bench.ran.clear()
     with torch.no_grad(), gp.set_forward_context():
         graphed(torch.randn(5, 4))
@@ -329,32 +307,32 @@ def test_size_one_is_compiled_for_itself(bench: Bench, rt: gp.GraphRuntime) -> N
 
 
 def test_equal_regions_are_tuned_once(bench: Bench, rt: gp.GraphRuntime) -> None:
-    class Layers(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = torch.nn.ModuleList(Layer() for _ in range(5))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = torch.ops.compiletest.cut(layer(x))
-            return x
+    def deep(self: Any, x: torch.Tensor) -> torch.Tensor:
+        for part in self.layers:
+            x = torch.ops.compiletest.cut(part(x))
+        return x
 
     bench.replay_s = {(COMBO,): 0.5}
-    captured(Layers(), rt, splitting_ops=["compiletest::cut"])
+    layers = torch.nn.ModuleList(layer() for _ in range(5))
+    captured(module(deep, layers=layers), rt, splitting_ops=["compiletest::cut"])
     assert [(found.region, found.settings) for found in tuned(rt)] == [("g0.r0", COMBO)]
     assert len(bench.compiled) == 4
 
 
-def test_fixed_sizes_are_one_range(bench: Bench, rt: gp.GraphRuntime) -> None:
-    model = torch.compile(Layer(), backend="cgpass", dynamic=False, options={"tune": "measure", "runtime": rt})
+def at_three_rows(rt: gp.GraphRuntime, scope: Any, **how: Any) -> None:
+    model = torch.compile(layer(), backend="cgpass", options={"tune": "measure", "runtime": rt}, **how)
     context = gp.set_forward_context(runtime_mode="FULL", batch_descriptor=gp.BatchDescriptor(3))
-    with torch.no_grad(), rt.capturing(), context:
+    with torch.no_grad(), scope, context:
         model(torch.randn(3, 4))
+
+
+def test_fixed_sizes_are_one_range(bench: Bench, rt: gp.GraphRuntime) -> None:
+    at_three_rows(rt, rt.capturing(), dynamic=False)
     assert [found.sizes for found in tuned(rt)] == [""]
 
 
 def test_nothing_is_tuned_outside_of_captures_and_under_debug(bench: Bench, rt: gp.GraphRuntime) -> None:
-    graphed = captured(Layer(), rt, debug=True)
+    graphed = captured(layer(), rt, debug=True)
     with torch.no_grad(), gp.set_forward_context():
         graphed(torch.randn(5, 4))
     assert not bench.compiled
@@ -362,7 +340,7 @@ def test_nothing_is_tuned_outside_of_captures_and_under_debug(bench: Bench, rt: 
 
 def test_other_settings_than_those_of_the_compilation_are_not_tuned_under(bench: Bench, rt: gp.GraphRuntime) -> None:
     given = {"capture_sizes": [16], "dynamic_dims": {"x": 0}, "tune": "measure", "runtime": rt}
-    graphed = gp.graphed(Layer().eval(), **given)
+    graphed = gp.graphed(layer().eval(), **given)
     graphed(torch.randn(16, 4))
     with inductor_config.patch(max_fusion_size=7), rt.capturing():
         graphed(torch.randn(16, 4))
@@ -372,17 +350,14 @@ def test_other_settings_than_those_of_the_compilation_are_not_tuned_under(bench:
 
 def test_collectives_are_not_tuned(bench: Bench, rt: gp.GraphRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "calls_collectives", lambda parts: True)
-    captured(Layer(), rt)
+    captured(layer(), rt)
     assert not bench.compiled
     assert "its collectives wait for ranks" in notes(rt)
 
 
 def test_a_throwaway_ladder_leaves_the_choices_in_the_report(bench: Bench, rt: gp.GraphRuntime) -> None:
     bench.replay_s = {(PDL,): 0.5}
-    model = torch.compile(Layer(), backend="cgpass", options={"tune": "measure", "runtime": rt})
-    context = gp.set_forward_context(runtime_mode="FULL", batch_descriptor=gp.BatchDescriptor(3))
-    with torch.no_grad(), rt.throwaway(), context:
-        model(torch.randn(3, 4))
+    at_three_rows(rt, rt.throwaway())
     assert tuned(rt)[0].settings == PDL
 
 
@@ -410,7 +385,7 @@ def test_without_a_gpu_or_variants_it_is_said_once(
     compiler: str, why: str, rt: gp.GraphRuntime, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "graphpass"):
-        graphed = captured(Layer(), rt, compiler=compiler)
+        graphed = captured(layer(), rt, compiler=compiler)
     assert graphed(torch.randn(11, 4)).shape == (11, 4)
     assert len([record for record in caplog.records if why in record.message]) == 1
     assert not tuned(rt)
@@ -425,7 +400,7 @@ def test_variants_and_ranges_are_compiled_apart_by_inductor(
     monkeypatch.setattr(tuning, "SETTINGS", (AUTOTUNE, "no_such_setting", "shape_padding"))
     monkeypatch.setattr(Captured, "variant", property(lambda run: (run.name,), lambda run, _: None), raising=False)
     bench.replay_s = {(AUTOTUNE,): 0.5}
-    model, counters = Layer(), dynamo_counters["inductor"]
+    model, counters = layer(), dynamo_counters["inductor"]
     with fresh_cache():
         counters.clear()
         graphed = captured(model, rt, capture_sizes=[4, 16])
@@ -443,7 +418,7 @@ def test_a_manager_is_tuned(bench: Bench) -> None:
     bench.replay_s = {(COMBO,): 0.5}
     dispatcher = gp.CudagraphDispatcher("FULL", [4, 16], max_num_reqs=16)
     manager = gp.CudaGraphManager(
-        Layer().eval(), dispatcher, [gp.InputSpec("x", (16, 4), torch.float32)], tune="measure", tune_seconds=50
+        layer().eval(), dispatcher, [gp.InputSpec("x", (16, 4), torch.float32)], tune="measure", tune_seconds=50
     )
     manager.capture()
     assert [(found.sizes, found.settings) for found in manager.report().figures.costs.tuned] == [

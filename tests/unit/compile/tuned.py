@@ -10,6 +10,7 @@ import torch
 
 import graphpass as gp
 from graphpass.report.records import TunedRange
+from tests.unit.models import linear, module
 
 PDL, DESCENT, COMBO, AUTOTUNE = "triton.enable_pdl", "coordinate_descent_tuning", "combo_kernels", "max_autotune"
 Variant = tuple[str, ...]
@@ -79,21 +80,15 @@ class Captured:
         self.bench.open_runs -= 1
 
 
-class Layer(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = torch.nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.linear(x))
+def layer() -> Any:
+    return module(lambda self, x: torch.relu(self.linear(x)), linear=linear(4))
 
 
-def captured(model: Any, rt: gp.GraphRuntime, *, size: int = 16, **options: Any) -> Any:
-    """``model``, compiled for any size and captured at ``size``."""
-    given = {"capture_sizes": [size], "dynamic_dims": {"x": 0}, "tune": "measure", "runtime": rt, **options}
+def captured(model: Any, rt: gp.GraphRuntime, **options: Any) -> Any:
+    """``model``, compiled for any size and captured at 16."""
+    given = {"capture_sizes": [16], "dynamic_dims": {"x": 0}, "tune": "measure", "runtime": rt, **options}
     graphed = gp.graphed(model.eval(), **given)
-    graphed.capture(torch.randn(size, 4))
+    graphed.capture(torch.randn(16, 4))
     return graphed
 
 

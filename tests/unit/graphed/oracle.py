@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 import graphpass as gp
 from tests.observed import Observed
-
-__all__ = ["agree", "call", "full_counts", "graphed", "replays"]
 
 Made = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -25,13 +24,22 @@ def call(*args: Any, **kwargs: Any) -> Made:
     return args, kwargs
 
 
+def each(make: Callable[[Any], Made], over: Iterable[Any]) -> list[Callable[[], Made]]:
+    """What makes the arguments of a call for each item."""
+    return [functools.partial(make, item) for item in over]
+
+
+def rows(*sizes: int, width: int = 4) -> list[Callable[[], Made]]:
+    return each(lambda size: call(torch.randn(size, width)), sizes)
+
+
 def agree(
     make: Callable[[], Callable[..., Any]], calls: Sequence[Callable[[], Made]], *args: Any, **options: Any
 ) -> gp.GraphedModel:
     """Make the model twice and call one eagerly and the other over graphs; all that a caller sees has to be the same.
 
     Args:
-        make: makes the model.
+        make: makes the model; it is called twice, after the same seed.
         calls: each makes the arguments of one call; it is called twice, after the same seed.
         *args: of ``graphed``.
         **options: of ``graphed``.
@@ -39,7 +47,11 @@ def agree(
     Returns:
         The graphed model after the calls.
     """
-    eager, ours = make(), make()
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(make())
+    eager, ours = models
     fast = graphed(ours, *args, **options)
     for number, of_call in enumerate(calls):
         seen = []
@@ -56,6 +68,11 @@ def agree(
     return fast
 
 
+def agree_with(function: Callable[..., Any], calls: Sequence[Callable[[], Made]], *args: Any, **options: Any) -> Any:
+    """The same of a function, which keeps nothing."""
+    return agree(lambda: function, calls, *args, **options)
+
+
 def full_counts(fast: gp.GraphedModel) -> dict[int, tuple[int, int]]:
     """{padded tokens: (captured, replayed)} of graphs of whole callables."""
     return {
@@ -66,5 +83,4 @@ def full_counts(fast: gp.GraphedModel) -> dict[int, tuple[int, int]]:
 
 
 def replays(fast: gp.GraphedModel) -> int:
-    """Replays so far."""
     return fast.runtime.stats().replayed

@@ -7,7 +7,6 @@ import enum
 import random
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,7 +17,9 @@ import graphpass as gp
 from graphpass import GraphpassError
 from graphpass.compat import dynamo
 from graphpass.errors import ShapeError
+from tests.threads import in_threads
 from tests.unit.graphed.oracle import graphed, replays
+from tests.unit.models import Rowwise, linear, module
 
 
 class Kind(enum.Enum):
@@ -53,6 +54,17 @@ class Changing(nn.Module):
         x = self.drop(x) * (1 if "first" in self.flags else 3) * (2 if self.kind is Kind.DOUBLED else 1)
         ones = torch.ones(4, dtype=torch.long) * self.count
         return (x * (5 if hasattr(self, "extra") else 1) * self.SCALE) * self.table[0] + self.shift + ones.sum() // 3
+
+
+def agrees(fast: Callable[..., Any], model: Callable[..., Any], *sizes: int, dtype: torch.dtype | None = None) -> None:
+    """Calls of these sizes, each after the same seed, return what the model returns."""
+    for step, size in enumerate(sizes):
+        x = torch.randn(size, 4, dtype=dtype)
+        torch.manual_seed(step)
+        with torch.no_grad():
+            want = model(x)
+        torch.manual_seed(step)
+        torch.testing.assert_close(fast(x), want)
 
 
 def turned(model: Changing) -> None:
@@ -103,17 +115,7 @@ def test_a_change_is_seen(change: str, declared: bool) -> None:
     fast = graphed(model, *(([2, 4, 8], {"x": 0}) if declared else ()))
     if declared:
         fast.capture(torch.randn(3, 4))
-
-    def same(sizes: tuple[int, ...]) -> None:
-        for step, size in enumerate(sizes):
-            x = torch.randn(size, 4)
-            torch.manual_seed(step)
-            with torch.no_grad():
-                want = eager(x)
-            torch.manual_seed(step)
-            torch.testing.assert_close(fast(x), want)
-
-    same((3, 5, 3, 5, 3, 5))
+    agrees(fast, eager, 3, 5, 3, 5, 3, 5)
     assert replays(fast) > 0
     for each in (model, eager):
         torch.manual_seed(9)
@@ -128,17 +130,8 @@ def test_a_change_is_seen(change: str, declared: bool) -> None:
             fast(torch.randn(3, 4))
         for each in (model, eager):  # the remedy
             each.layers[0].weight.data = each.layers[0].weight.data.contiguous()
-    same((3, 5, 4, 3, 5, 4, 3, 5, 4))
+    agrees(fast, eager, 3, 5, 4, 3, 5, 4, 3, 5, 4)
     assert replays(fast) > before
-
-
-@contextlib.contextmanager
-def conversions_that_swap() -> Iterator[None]:
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        yield
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 def test_a_conversion_that_swaps_parameters() -> None:
@@ -146,26 +139,23 @@ def test_a_conversion_that_swaps_parameters() -> None:
     model, eager = Changing().eval(), Changing().eval()
     fast = graphed(model)
     for dtype in (torch.float32, torch.float64, torch.float32):
-        with conversions_that_swap():
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
             fast.to(dtype)
             eager.to(dtype)
-        for size in (3, 5, 3, 5, 3, 5):
-            x = torch.randn(size, 4, dtype=dtype)
-            with torch.no_grad():
-                torch.testing.assert_close(fast(x), eager(x))
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+        agrees(fast, eager, 3, 5, 3, 5, 3, 5, dtype=dtype)
     assert replays(fast) > 0
 
 
 def test_tensors_can_be_swapped_once_the_graphs_are_dropped() -> None:
     model = Changing().eval()
     fast = graphed(model)
-    for _ in range(4):
-        fast(torch.randn(3, 4))
+    agrees(fast, model, 3, 3, 3, 3)
     fast.close()
     torch.utils.swap_tensors(model.layers[0].weight, nn.Parameter(torch.full((4, 4), 0.5)))
-    for _ in range(4):
-        x = torch.randn(3, 4)
-        torch.testing.assert_close(fast(x), model(x).detach())
+    agrees(fast, model, 3, 3, 3, 3)
 
 
 @contextlib.contextmanager
@@ -189,15 +179,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     ids=["autocast", "default dtype", "inference mode", "grad"],
 )
 def test_ambient_state(ambient: Callable[[], Any]) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner(x) + torch.ones(4)
-
-    model = Model().eval()
+    model = module(lambda self, x: self.inner(x) + torch.ones(4), inner=linear(4)).eval()
     fast = graphed(model)
     for number in range(12):
         x = torch.randn(3 + number % 2, 4)
@@ -208,14 +190,12 @@ def test_ambient_state(ambient: Callable[[], Any]) -> None:
     assert replays(fast) > 0
 
 
-def test_graphs_go_with_a_replaced_weight_and_the_model_is_freed() -> None:
+def test_graphs_go_with_a_replaced_weight() -> None:
     model = Changing().eval()
     fast = graphed(model)
     for step in range(6):
         set_weight(model, torch.full((4, 4), float(step)))
-        for _ in range(3):
-            x = torch.randn(3, 4)
-            torch.testing.assert_close(fast(x), model(x).detach())
+        agrees(fast, model, 3, 3, 3)
 
 
 def test_two_graphed_models_of_one_class_keep_apart() -> None:
@@ -223,9 +203,8 @@ def test_two_graphed_models_of_one_class_keep_apart() -> None:
     set_weight(models[1], torch.ones(4, 4))
     fast = [graphed(model) for model in models]
     for number in range(9):
-        x = torch.randn(3 + number % 2, 4)
         for one, of_one in zip(fast, models, strict=True):
-            torch.testing.assert_close(one(x), of_one(x).detach())
+            agrees(one, of_one, 3 + number % 2)
     assert all(replays(one) > 0 for one in fast)
     assert fast[0].runtime is not fast[1].runtime
 
@@ -234,9 +213,7 @@ def test_many_models_of_one_class_each_have_their_recompile_limit() -> None:
     for _ in range(12):
         model = Changing().eval()
         fast = graphed(model)
-        for _ in range(3):
-            x = torch.randn(3, 4)
-            torch.testing.assert_close(fast(x), model(x).detach())
+        agrees(fast, model, 3, 3, 3)
         assert replays(fast) > 0
 
 
@@ -256,7 +233,7 @@ def test_random_numbers_follow_the_seed() -> None:
 # Threads that share a graphed model, or have one each, with captures under way: everybody gets their own results.
 
 
-THREADS, CALLS, WAIT_S = 4, 50, 300
+THREADS, CALLS = 4, 50
 
 
 @pytest.fixture
@@ -267,24 +244,14 @@ def frequent_switches() -> Iterator[None]:
     sys.setswitchinterval(interval)
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x).tanh()
-
-
 @pytest.mark.usefixtures("frequent_switches")
 @pytest.mark.parametrize("shared", ["model", "runtime", "nothing"])
 @pytest.mark.parametrize("declared", [False, True], ids=["plain", "declared"])
 def test_four_threads_with_captures_under_way(shared: str, declared: bool) -> None:
-    reference = Model().eval()
+    reference = Rowwise(4).eval()
     given = ([2, 4, 8], {"x": 0}) if declared else ()
     runtime = gp.GraphRuntime() if shared == "runtime" else None
-    models = [graphed(Model().eval(), *given, runtime=runtime) for _ in range(1 if shared == "model" else THREADS)]
+    models = [graphed(Rowwise(4).eval(), *given, runtime=runtime) for _ in range(1 if shared == "model" else THREADS)]
     for fast in models:
         for size in (3, 5):  # what Dynamo compiles in several threads at once is its own affair
             fast(torch.randn(size, 4))
@@ -297,11 +264,9 @@ def test_four_threads_with_captures_under_way(shared: str, declared: bool) -> No
             with torch.no_grad():
                 torch.testing.assert_close(fast(x), reference(x))
 
-    with ThreadPoolExecutor(THREADS) as threads:
-        list(threads.map(work, range(THREADS), timeout=WAIT_S))
+    in_threads(work, THREADS)
     for fast in models:  # a call of a thread beside a capture runs without a graph
-        for _ in range(3):
-            fast(torch.randn(4, 4))
+        agrees(fast, reference, 4, 4, 4)
     assert all(replays(fast) > 0 for fast in models)
     noted = [note for fast in models for note in fast.runtime.notes]
     assert not [note for note in noted if "the capture of" in note], "no key was given up"

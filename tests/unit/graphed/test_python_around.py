@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from graphpass.callforms import _function_of_form as function_of_form
-from tests.unit.graphed.oracle import agree, call, graphed, replays
+from tests.unit.graphed.oracle import agree, agree_with, call, each, graphed, replays, rows
+from tests.unit.models import linear, module
 
 SIZES = (5, 3, 5, 3, 6, 3, 5, 6, 4, 5)
 Pair = namedtuple("Pair", ["first", "second"])
@@ -25,37 +26,29 @@ class Batch:
     mask: torch.Tensor | None = None
 
 
-@dataclasses.dataclass
-class Result:
-    rows: torch.Tensor
-    extra: Any
-
-
-def linear() -> nn.Linear:
-    torch.manual_seed(0)
-    return nn.Linear(4, 4)
-
-
 def x_of(size: int) -> torch.Tensor:
     return torch.randn(size, 4)
 
 
-# -- arguments ---------------------------------------------------------------------------------------------------------
+def alternating(sizes: Any, *ways: Callable[[int], Any]) -> Any:
+    """The calls of each way at each size."""
+    return [made for size in sizes for way in ways for made in each(way, [size])]
 
 
-class Shapes(nn.Module):
+def shapes(self: Any, x: Any, /, y: Any = None, *more: torch.Tensor, scale: float = 1.0, **named: Any) -> Any:
     """Takes its arguments in every way that Python has."""
+    total = self.inner(x.x if isinstance(x, Batch) else x["x"] if isinstance(x, dict) else x) * scale
+    for value in (y, *more, *named.values()):
+        if isinstance(value, torch.Tensor):
+            total = total + value
+    return {"total": total, "names": list(named), "count": len(more)}
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = linear()
 
-    def forward(self, x: Any, /, y: Any = None, *more: torch.Tensor, scale: float = 1.0, **named: Any) -> Any:
-        total = self.inner(x.x if isinstance(x, Batch) else x["x"] if isinstance(x, dict) else x) * scale
-        for value in (y, *more, *named.values()):
-            if isinstance(value, torch.Tensor):
-                total = total + value
-        return {"total": total, "names": list(named), "count": len(more)}
+def of_shapes() -> nn.Module:
+    return module(shapes, inner=nn.Linear(4, 4))
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
 
 
 WAYS: dict[str, Callable[[int], Any]] = {
@@ -77,14 +70,12 @@ WAYS: dict[str, Callable[[int], Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_any_signature(way: str) -> None:
-    fast = agree(Shapes, [lambda n=n: WAYS[way](n) for n in SIZES])
-    assert replays(fast) >= 2
+    assert replays(agree(of_shapes, each(WAYS[way], SIZES))) >= 2
 
 
 def test_several_signatures_at_once() -> None:
     with torch._dynamo.config.patch(recompile_limit=64):
-        fast = agree(Shapes, [lambda way=way, n=n: way(n) for n in (5, 3, 5, 3, 5) for way in WAYS.values()])
-    assert replays(fast) > 0
+        assert replays(agree(of_shapes, alternating((5, 3, 5, 3, 5), *WAYS.values()))) > 0
 
 
 def test_positional_and_keyword_arguments_are_one_call() -> None:
@@ -102,8 +93,8 @@ def test_positional_and_keyword_arguments_are_one_call() -> None:
 
 
 def test_missing_and_unknown_arguments_are_pythons_errors() -> None:
-    fast = graphed(linear())
-    for args, kwargs in (((), {}), ((x_of(2), x_of(2)), {}), ((x_of(2),), {"z": 1})):
+    fast = graphed(linear(4))
+    for args, kwargs in (call(), call(x_of(2), x_of(2)), call(x_of(2), z=1)):
         with pytest.raises(TypeError):
             fast(*args, **kwargs)
 
@@ -114,20 +105,17 @@ def test_equal_values_of_other_types_are_other_values(values: tuple[Any, Any]) -
         number = by if isinstance(by, (int, float)) else 3
         return x.long() * number, type(by).__name__
 
-    calls = [lambda n=n, by=by: call(x_of(n), by) for n in (5, 3) for by in (*values, *values)]
-    agree(lambda: model, calls)
+    agree_with(model, alternating((5, 3), *(lambda n, by=by: call(x_of(n), by) for by in values * 2)))
 
 
 def test_the_order_of_a_dict_is_the_callers() -> None:
     def model(parts: dict[str, torch.Tensor]) -> Any:
         return torch.cat(list(parts.values()), 1), list(parts)
 
-    calls = [
-        lambda n=n, names=names: call({name: torch.full((n, 1), ord(name)) for name in names})
-        for n in (5, 3, 5)
-        for names in ("ab", "ba", "ab", "ba")
-    ]
-    agree(lambda: model, calls)
+    def named(names: str) -> Callable[[int], Any]:
+        return lambda n: call({name: torch.full((n, 1), ord(name)) for name in names})
+
+    agree_with(model, alternating((5, 3, 5), *map(named, ("ab", "ba", "ab", "ba"))))
 
 
 @pytest.mark.parametrize("kind", [dict, OrderedDict, list, tuple, Pair, Batch])
@@ -145,8 +133,7 @@ def test_containers_come_back_as_they_are(kind: Any) -> None:
             return call(kind(zip("ab", values, strict=True)))
         return call(kind(values) if kind in (list, tuple) else kind(*values))
 
-    fast = agree(lambda: model, [lambda n=n: made(n) for n in SIZES])
-    assert replays(fast) > 0
+    assert replays(agree_with(model, each(made, SIZES))) > 0
 
 
 # -- identity ----------------------------------------------------------------------------------------------------------
@@ -157,12 +144,8 @@ def identical(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def test_one_tensor_twice_is_one_tensor() -> None:
-    def once(n: int) -> Any:
-        x = x_of(n)
-        return call(x, x)
-
-    calls = [lambda n=n, way=way: way(n) for n in (5, 3, 5, 3) for way in (once, lambda n: call(x_of(n), x_of(n)))]
-    agree(lambda: identical, calls * 2)
+    calls = alternating((5, 3, 5, 3), lambda n: call(*[x_of(n)] * 2), lambda n: call(x_of(n), x_of(n)))
+    agree_with(identical, calls * 2)
 
 
 def views_of_a_result(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -185,7 +168,7 @@ def views_of_a_result(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     ids=["itself", "with others", "columns", "turned", "views", "twice", "views of a result", "sizes"],
 )
 def test_results_share_what_eager_results_share(model: Callable[..., Any]) -> None:
-    agree(lambda: model, [lambda n=n: call(x_of(n)) for n in SIZES])
+    agree_with(model, rows(*SIZES))
 
 
 class Meta(torch.Tensor):
@@ -208,8 +191,7 @@ def test_what_kind_of_tensor_it_is_decides(made: Callable[[torch.Tensor], torch.
             return x.detach() * 2
         return x * 3
 
-    calls = [lambda n=n, kind=kind: call(kind(x_of(n))) for n in (5, 3, 5, 3) for kind in (made, lambda x: x)]
-    agree(lambda: model, calls)
+    agree_with(model, alternating((5, 3, 5, 3), lambda n: call(made(x_of(n))), lambda n: call(x_of(n))))
 
 
 LAYOUTS: dict[str, Callable[[int], torch.Tensor]] = {
@@ -227,8 +209,8 @@ def test_arguments_in_any_layout(layout: str) -> None:
     def model(x: torch.Tensor) -> Any:
         return x * 2, x.is_contiguous(), x.stride(1), x.reshape(-1).cos()
 
-    calls = [lambda n=n, way=way: call(way(n)) for n in (5, 3, 5) for way in (x_of, LAYOUTS[layout], LAYOUTS[layout])]
-    agree(lambda: model, calls)
+    laid: Any = lambda n: call(LAYOUTS[layout](n))  # noqa: E731
+    agree_with(model, alternating((5, 3, 5), lambda n: call(x_of(n)), laid, laid))
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if "expanded" not in name])
@@ -237,7 +219,7 @@ def test_writing_to_arguments_in_any_layout(layout: str) -> None:
         x.add_(y)
         return x.sum(1)
 
-    agree(lambda: model, [lambda n=n: call(LAYOUTS[layout](n), x_of(n)) for n in (5, 3, 5, 3, 5, 6)])
+    agree_with(model, each(lambda n: call(LAYOUTS[layout](n), x_of(n)), (5, 3, 5, 3, 5, 6)))
 
 
 def shifted(n: int) -> Any:
@@ -250,61 +232,46 @@ def test_arguments_that_overlap_where_one_is_written() -> None:
         x.add_(1)
         return x + y
 
-    calls = [lambda n=n, way=way: way(n) for n in (5, 3, 5, 3) for way in (shifted, lambda n: call(x_of(n), x_of(n)))]
-    agree(lambda: model, calls * 2)
+    agree_with(model, alternating((5, 3, 5, 3), shifted, lambda n: call(x_of(n), x_of(n))) * 2)
 
 
 # -- state -------------------------------------------------------------------------------------------------------------
 
 
-class Keeps(nn.Module):
+def keeps(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Keeps a tensor of each call, and reads that of the last one."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self.inner = linear()
-        self.what = what
-        self.prev: Any = None
-        self.kept: list[Any] = []
-        self.named: dict[str, Any] = {}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.inner(x)
-        last = self.prev
-        self.prev = {"argument": x, "result": y, "view": x[:, :2], "none": None}[self.what]
-        self.named["last"] = self.prev
-        if len(self.kept) < 3:
-            self.kept.append(self.prev)
-        return y if last is None else y + last.sum()
+    y = self.inner(x)
+    last = self.prev
+    self.prev = {"argument": x, "result": y, "view": x[:, :2], "none": None}[self.what]
+    self.named["last"] = self.prev
+    if len(self.kept) < 3:
+        self.kept.append(self.prev)
+    return y if last is None else y + last.sum()
 
 
 @pytest.mark.parametrize("what", ["argument", "result", "view", "none"])
 def test_what_the_model_keeps_of_a_call_stays_what_it_was(what: str) -> None:
-    agree(lambda: Keeps(what), [lambda n=n: call(x_of(n)) for n in SIZES])
+    agree(lambda: module(keeps, inner=linear(4), what=what, prev=None, kept=[], named={}), rows(*SIZES))
 
 
-class Steps(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.step = 0
-        self.register_buffer("total", torch.zeros(4))
-        self.seen: list[int] = []
-        self.registry: set[str] = set()
+def steps(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.step += 1
+    self.total += x.sum(0)
+    self.seen.append(self.step)
+    self.registry.add(str(self.step % 3))
+    return x * self.step + self.total
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.step += 1
-        self.total += x.sum(0)
-        self.seen.append(self.step)
-        self.registry.add(str(self.step % 3))
-        return x * self.step + self.total
+
+def of_steps() -> Any:
+    return module(steps, step=0, total=torch.zeros(4), seen=[], registry=set())
 
 
 def test_python_state_and_buffers_advance_once_a_call() -> None:
-    agree(Steps, [lambda n=n: call(x_of(n)) for n in SIZES])
+    agree(of_steps, rows(*SIZES))
 
 
 def test_capture_leaves_the_state_of_two_calls() -> None:
-    model = Steps()
+    model = of_steps()
     graphed(model, [1, 2, 4], {"x": 0}).capture(torch.ones(3, 4))
     assert (model.step, model.seen) == (2, [1, 2])
     assert torch.equal(model.total, torch.full((4,), 4.0)), "three rows, and once more one"
@@ -343,32 +310,22 @@ BRANCHES: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_branches(branch: str) -> None:
-    agree(lambda: BRANCHES[branch], [lambda n=n: call(x_of(n)) for n in SIZES * 2])
+    agree_with(BRANCHES[branch], rows(*SIZES * 2))
 
 
-class Switched(nn.Module):
+def switched(self: Any, x: torch.Tensor) -> torch.Tensor:
     """After a graph break, one of two ways."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = linear(), nn.Linear(4, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.one(x)
-        torch._dynamo.graph_break()
-        if float(x.flatten()[0]) > 0:
-            return self.two(y)
-        return y.sum(0)
+    y = self.one(x)
+    torch._dynamo.graph_break()
+    if float(x.flatten()[0]) > 0:
+        return self.two(y)
+    return y.sum(0)
 
 
 def test_another_branch_after_a_graph_break_is_another_graph() -> None:
     with torch._dynamo.config.patch(recompile_limit=64):
-        fast = agree(Switched, [lambda n=n: call(x_of(n)) for n in SIZES * 3])
+        fast = agree(lambda: module(switched, one=linear(4), two=nn.Linear(4, 6)), rows(*SIZES * 3))
     assert replays(fast) > 0
-
-
-def outputs_of(model: Callable[..., Any], sizes: Sequence[int]) -> None:
-    agree(lambda: model, [lambda n=n: call(x_of(n)) for n in sizes])
 
 
 @torch._dynamo.disable
@@ -382,7 +339,7 @@ def test_what_python_between_graphs_writes_reaches_the_caller() -> None:
         triple(x)
         return x + y
 
-    outputs_of(model, SIZES)
+    agree_with(model, rows(*SIZES))
 
 
 def test_earlier_results_do_not_change() -> None:

@@ -7,76 +7,69 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import graphpass as gp
 from graphpass import GraphRuntime
-from graphpass.errors import CaptureError
-from tests.unit.graphed.oracle import agree, call, full_counts, graphed, replays
+from graphpass.errors import CaptureError, OptionError
+from tests.unit.compiled import agrees
+from tests.unit.graphed.oracle import agree, full_counts, graphed, replays
+from tests.unit.graphed.oracle import rows as rows_of
+from tests.unit.models import Rowwise, module
 
-
-class Rows(nn.Module):
-    """Rows do not mix: any padding leaves the real ones as they are."""
-
-    def __init__(self, width: int = 6) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.inner = nn.Linear(width, 5)
-        self.calls: list[int] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x).tanh()
+UP_TO_FOUR = ([2, 4], {"x": 0})
 
 
 def rows(*sizes: int) -> list[Any]:
-    return [lambda size=size: call(torch.randn(size, 6)) for size in sizes]
+    return rows_of(*sizes, width=6)
 
 
 def test_nothing_but_the_model_is_needed() -> None:
-    fast = agree(lambda: Rows().eval(), rows(*[5, 3, 7, 6, 2, 8, 4] * 3))
+    fast = agree(Rowwise, rows(*[5, 3, 7, 6, 2, 8, 4] * 3))
     assert replays(fast) >= 12
     assert fast.runtime.stats().captured <= 6
 
 
 @pytest.mark.parametrize(("size", "padded"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8)])
 def test_a_call_runs_at_the_next_size(size: int, padded: int) -> None:
-    model = Rows().eval()
+    model = Rowwise().eval()
     fast = graphed(model, [1, 2, 4, 8], {"x": 0})
     fast.capture(torch.randn(5, 6))
     before = full_counts(fast)
     assert {tokens: captured for tokens, (captured, _) in before.items()} == {1: 1, 2: 1, 4: 1, 8: 1}
     x = torch.randn(size, 6)
     got = fast(x)
-    torch.testing.assert_close(got, model(x).detach())
+    agrees(got, model(x).detach())
     assert not got.requires_grad
     assert full_counts(fast) == {**before, padded: (1, before[padded][1] + 1)}
 
 
 def test_without_capture_a_key_is_captured_at_its_second_call() -> None:
-    fast = agree(lambda: Rows().eval(), rows(3, 4, 4, 7, 3), [2, 4, 8], {"x": 0})
-    assert full_counts(fast) == {4: (1, 3)}
+    assert full_counts(agree(Rowwise, rows(3, 4, 4, 7, 3), [2, 4, 8], {"x": 0})) == {4: (1, 3)}
 
 
 def test_capturing_twice_captures_once() -> None:
-    fast = graphed(Rows(), [2, 4], {"x": 0})
+    fast = graphed(Rowwise(), *UP_TO_FOUR)
     for _ in range(2):
         fast.capture(torch.randn(3, 6))
     assert {captured for captured, _ in full_counts(fast).values()} == {1}
 
 
 def test_without_sizes_the_examples_shape_is_captured() -> None:
-    model = Rows().eval()
+    model = Rowwise().eval()
     fast = graphed(model)
     fast.capture(torch.randn(5, 6))
     assert fast.runtime.stats().captured == 1
-    before = replays(fast)
-    x = torch.randn(5, 6)
-    torch.testing.assert_close(fast(x), model(x).detach())
+    assert_replays(fast, model, 5)
+
+
+def assert_replays(fast: Any, model: Any, size: int) -> None:
+    before, x = replays(fast), torch.randn(size, 6)
+    agrees(fast(x), model(x).detach())
     assert replays(fast) == before + 1
 
 
 def test_capture_shows_a_bar_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    graphed(Rows(), [2, 4], {"x": 0}, progress=True).capture(torch.randn(3, 6))
+    graphed(Rowwise(), *UP_TO_FOUR, progress=True).capture(torch.randn(3, 6))
     captured = capsys.readouterr()
     assert "capturing" in captured.err
     assert captured.out == ""
@@ -84,12 +77,11 @@ def test_capture_shows_a_bar_on_stderr(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.parametrize(("sizes", "calls"), [([2, 4], [3]), ([1, 2, 4], [3, 1])])
 def test_capture_calls_the_model_once_and_once_more_at_size_one(sizes: list[int], calls: list[int]) -> None:
-    class Counted(Rows):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls.append(x.shape[0])
-            return super().forward(x)
+    def counted(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append(x.shape[0])
+        return x.tanh()
 
-    model = Counted()
+    model = module(counted, calls=[])
     graphed(model, sizes, {"x": 0}).capture(torch.randn(3, 6))
     assert model.calls == calls
 
@@ -104,63 +96,57 @@ def test_what_shares_the_symbol_is_narrowed_to_size_one_too() -> None:
 
 
 def test_an_empty_batch_runs_eagerly() -> None:
-    fast = agree(lambda: Rows().eval(), rows(3, 0, 3, 0, 3), [2, 4], {"x": 0})
+    fast = agree(Rowwise, rows(3, 0, 3, 0, 3), *UP_TO_FOUR)
     assert sum(captured for captured, _ in full_counts(fast).values()) == 1
 
 
 def test_above_the_largest_size_it_runs_without_a_graph() -> None:
-    fast = agree(lambda: Rows().eval(), rows(3, 3, 9, 10, 9, 9), [2, 4], {"x": 0})
+    fast = agree(Rowwise, rows(3, 3, 9, 10, 9, 9), *UP_TO_FOUR)
     assert set(full_counts(fast)) <= {4, 9, 10}
     assert full_counts(fast)[4] == (1, 1)
 
 
 def test_two_dimensions_pad_each_in_its_ladder() -> None:
-    def model(x: torch.Tensor) -> torch.Tensor:
-        return x * 2 + 1
-
     dims = {"x": {0: "num_reqs", 1: "seq_len"}}
-    fast = graphed(model, {"num_reqs": [2, 4], "seq_len": [3, 5]}, dims)
+    fast = graphed(lambda x: x * 2 + 1, {"num_reqs": [2, 4], "seq_len": [3, 5]}, dims)
     fast.capture(torch.randn(3, 4))
     assert {tokens for tokens, (captured, _) in full_counts(fast).items() if captured} == {6, 10, 12, 20}
     before = fast.runtime.stats().captured
     for shape in ((2, 2), (2, 4), (3, 2), (4, 5)):
         x = torch.randn(shape)
-        torch.testing.assert_close(fast(x), model(x))
+        agrees(fast(x), x * 2 + 1)
     assert fast.runtime.stats().captured == before
 
 
 def test_close_and_capture_again() -> None:
-    model = Rows().eval()
-    fast = graphed(model, [2, 4], {"x": 0})
+    model = Rowwise().eval()
+    fast = graphed(model, *UP_TO_FOUR)
     fast.capture(torch.randn(3, 6))
     fast.close()
     assert fast.runtime.buffer_bytes() == 0
     x = torch.randn(3, 6)
-    torch.testing.assert_close(fast(x), model(x).detach())
+    agrees(fast(x), model(x).detach())
     fast.capture(x)
-    before = replays(fast)
-    torch.testing.assert_close(fast(x), model(x).detach())
-    assert replays(fast) == before + 1
+    assert_replays(fast, model, 3)
 
 
-def test_the_runtime_option_is_used() -> None:
-    runtime = GraphRuntime()
-    fast = graphed(Rows(), [4], {"x": 0}, runtime=runtime)
-    assert fast.runtime is runtime
+def test_the_runtime_option_is_used(rt: GraphRuntime) -> None:
+    fast = graphed(Rowwise(), [4], {"x": 0}, runtime=rt)
+    assert gp.runtime_of(fast) is fast.runtime is rt
     fast.capture(torch.randn(3, 6))
-    assert runtime.stats().captured == 1
+    assert rt.stats().captured == 1
 
 
 def test_the_runtime_of_a_graphed_model() -> None:
-    fast = graphed(Rows())
+    fast = graphed(Rowwise())
     assert gp.runtime_of(fast) is fast.runtime
 
 
 def test_the_report_says_what_ran_without_a_graph() -> None:
-    fast = graphed(Rows(), [4], {"x": 0})
+    fast = graphed(Rowwise(), [4], {"x": 0})
     fast.capture(torch.randn(3, 6))
-    fast(torch.randn(3, 6))
-    fast(torch.randn(9, 6))
+    for size in (3, 9):
+        fast(torch.randn(size, 6))
     text = str(fast.report())
     for piece in ("Keys", "num_tokens=4", "FULL", "is above the largest capture size", "1 ran without a graph"):
         assert piece in text
@@ -187,48 +173,48 @@ def test_at_dynamos_recompile_limit(on_fallback: str, caplog: pytest.LogCaptureF
     assert len([r for r in said if r.levelno >= logging.WARNING]) == (1 if on_fallback == "warn" else 0)
 
 
+def compiled(model: Any, **options: Any) -> Any:
+    return torch.compile(model, backend="cgpass", dynamic=True, options={"compiler": "eager", **options})
+
+
 class TestPrecapture:
     """The same of a callable that torch.compile made."""
 
-    def compiled(self, model: Any, **options: Any) -> Any:
-        return torch.compile(model, backend="cgpass", dynamic=True, options={"compiler": "eager", **options})
-
     def test_the_capture_sizes_are_captured(self) -> None:
-        model = Rows().eval()
-        compiled = self.compiled(model, capture_sizes=[1, 2, 4], dynamic_dims={"x": 0})
+        model = Rowwise().eval()
+        fast = compiled(model, capture_sizes=[1, 2, 4], dynamic_dims={"x": 0})
         with torch.inference_mode():
-            gp.precapture(compiled, torch.randn(3, 6))
-        runtime = gp.runtime_of(compiled)
+            gp.precapture(fast, torch.randn(3, 6))
+        runtime = gp.runtime_of(fast)
         assert sorted(key.num_tokens for _, _, key in runtime.counts()) == [1, 2, 4]
         captured = runtime.stats().captured
         with torch.inference_mode():
             for size in (3, 1, 2, 4):
                 x = torch.randn(size, 6)
-                torch.testing.assert_close(compiled(x), model(x))
+                agrees(fast(x), model(x))
         assert runtime.stats().captured == captured
 
     def test_across_a_graph_break_each_graph_has_its_ladder(self) -> None:
-        class Broken(Rows):
+        class Broken(Rowwise):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 y = super().forward(x)
                 torch._dynamo.graph_break()
                 return y * 2
 
         model = Broken().eval()
-        compiled = self.compiled(model, capture_sizes=[2, 4], dynamic_dims={"x": 0})
+        fast, x = compiled(model, capture_sizes=[2, 4], dynamic_dims={"x": 0}), torch.randn(3, 6)
         with torch.no_grad():
-            gp.precapture(compiled, torch.randn(3, 6))
-            first = [key.num_tokens for name, _, key in gp.runtime_of(compiled).counts() if name.startswith("g0")]
+            gp.precapture(fast, x)
+            first = [key.num_tokens for name, _, key in gp.runtime_of(fast).counts() if name.startswith("g0")]
             assert sorted(first) == [2, 4]
-            x = torch.randn(3, 6)
-            torch.testing.assert_close(compiled(x), model(x))
+            agrees(fast(x), model(x))
 
     def test_training_graphs_are_refused(self) -> None:
-        compiled = self.compiled(Rows(), capture_sizes=[2], dynamic_dims={"x": 0})
+        fast = compiled(Rowwise(), capture_sizes=[2], dynamic_dims={"x": 0})
         with pytest.raises(CaptureError, match="nothing to capture") as raised:
-            gp.precapture(compiled, torch.randn(3, 6))
+            gp.precapture(fast, torch.randn(3, 6))
         assert "inference_mode" in raised.value.remedy
 
     def test_what_is_not_compiled_is_refused(self) -> None:
-        with pytest.raises(gp.errors.OptionError, match="no graphpass runtime"):
-            gp.precapture(Rows(), torch.randn(3, 6))
+        with pytest.raises(OptionError, match="no graphpass runtime"):
+            gp.precapture(Rowwise(), torch.randn(3, 6))
