@@ -15,7 +15,7 @@ from graphpass import CudagraphDispatcher, CudaGraphManager, CUDAGraphMode, Inpu
 from graphpass.report.drawing import print_parts
 from graphpass.text import CausalLM
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.alone]
 
 MIB = 1 << 20
 TOLERANCE_BYTES = 32 * MIB

@@ -12,7 +12,7 @@ import graphpass as gp
 from graphpass.compat import dynamo
 from graphpass.compile import tuning
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.alone]
 
 
 class Block(nn.Module):
