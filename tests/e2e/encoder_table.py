@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-import random
 import re
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
-
-from tests.e2e.one_argument import Outcome, compare
-from tests.e2e.stock_encoder import Tensors
+from tests.e2e.one_argument import Outcome, for_each, two_passes
 from tests.e2e.stock_encoders import ENCODERS
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"
@@ -29,16 +23,8 @@ WORDS = {"proved": "proved", "runtime": "checked", "unproved": "exact"}
 
 
 def measured(name: str) -> Outcome:
-    """Two passes of one model over seeded batch sizes and its lengths."""
-    encoder, rng = ENCODERS[name], random.Random(0)
-    sizes = [(rng.randint(1, LARGEST), encoder.lengths[call % len(encoder.lengths)]) for call in range(NUM_CALLS)]
-    model = encoder.build()
-    torch._dynamo.reset()
-
-    def batches() -> list[Tensors]:
-        return [encoder.inputs(batch, length) for batch, length in sizes]
-
-    return compare(model, batches)
+    """Two passes of one model."""
+    return two_passes(ENCODERS[name], 1, LARGEST, NUM_CALLS)
 
 
 def row_of(name: str, outcome: Outcome) -> str:
@@ -86,18 +72,13 @@ def _cell(text: str) -> str:
 
 def main(names: Sequence[str]) -> None:
     """Measure ``names``, or all encoders, and write their rows."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    for name in names or ENCODERS:
-        torch.manual_seed(1)
-        try:
-            row = row_of(name, measured(name))
-        except Exception as error:  # of the model itself
-            sys.stdout.write(f"{name}: {type(error).__name__}: {error}\n")
-            continue
+
+    def written(name: str) -> str:
+        row = row_of(name, measured(name))
         write_page({**rows_of_page(), name: row})
-        sys.stdout.write(f"{name}: {row}\n")
-        sys.stdout.flush()
+        return f"{name}: {row}"
+
+    for_each(names or ENCODERS, written)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FOLDER", "MAX_LINES", "PAGES", "GalleryPage", "Namespace"]
-
 FOLDER = Path(__file__).parents[2] / "docs" / "gallery"
 MAX_LINES = 25
 Namespace = dict[str, Any]
@@ -17,20 +15,14 @@ Namespace = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class GalleryPage:
-    """One page: a program of one ``python`` block that defines what :attr:`kind` says, beside ``model``.
+    """One page: a program of one ``python`` block that defines what :attr:`kind` says, beside ``model``."""
 
-    Attributes:
-        name: of the file.
-        kind: ``calls``: ``fast`` and ``batches``, keyword arguments of its calls. ``text``: ``lm``, ``prompts`` and
-            ``new_tokens``. ``images``: ``manager`` and ``requests``, mappings that it executes.
-        needs: a package beside torch.
-        small: {text of the program: text that makes it small}.
-    """
-
-    name: str
+    name: str  #: of the file
+    #: ``calls``: ``fast`` and ``batches``, keyword arguments of its calls. ``text``: ``lm``, ``prompts`` and
+    #: ``new_tokens``. ``images``: ``manager`` and ``requests``, mappings that it executes.
     kind: str
-    needs: str
-    small: Mapping[str, str]
+    needs: str  #: a package beside torch
+    small: Mapping[str, str]  #: {text of the program: text that makes it small}
 
     @property
     def path(self) -> Path:
@@ -83,113 +75,42 @@ _OPTIONS = {"options={": 'options={"compiler": "aot_eager", '}
 _IMAGES = {**_BACKEND, "(27, 3, 12, 31, 6, 18, 1)": "(5, 3, 6)", "224, 224": "32, 32"}
 _TEXT = "hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2"
 
-PAGES = {
-    page.name: page
-    for page in (
-        GalleryPage(
-            "qwen3",
-            "text",
-            "transformers",
-            {
-                "hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16": _TEXT,
-                "num_key_value_heads=8": "num_key_value_heads=1, head_dim=16, vocab_size=99",
-                "max_seq_len=128": "max_seq_len=128, capture_sizes=[8, 64]",
-                "(60, 17, 40, 5, 33, 58, 21, 12)": "(60, 17, 5)",
-                "new_tokens = 64": "new_tokens = 8",
-            },
-        ),
-        GalleryPage(
-            "llama",
-            "text",
-            "transformers",
-            {
-                "hidden_size=2048, intermediate_size=8192, num_hidden_layers=16": f"{_TEXT}, head_dim=16",
-                "num_key_value_heads=8, vocab_size=128256": "num_key_value_heads=1, vocab_size=99",
-                "max_seq_len=256": "max_seq_len=128, capture_sizes=[1, 64]",
-                "new_tokens = 128": "new_tokens = 8",
-            },
-        ),
-        GalleryPage(
-            "bert",
-            "calls",
-            "transformers",
-            {
-                **_OPTIONS,
-                "BertConfig()": f"BertConfig({_TEXT})",
-                "(27, 61), (1, 17), (12, 44), (31, 64), ": "(5, 29), ",
-            },
-        ),
-        GalleryPage(
-            "t5",
-            "calls",
-            "transformers",
-            {
-                **_BACKEND,
-                "d_model=1024, d_kv=64, d_ff=4096, num_layers=24, num_heads=16": (
-                    "d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2"
-                ),
-                "(5, 2, 7, 3, 6, 1)": "(5, 3, 6)",
-            },
-        ),
-        GalleryPage(
-            "vit", "calls", "timm", {**_IMAGES, '_224"': '_224", img_size=32, embed_dim=32, depth=1, num_heads=2'}
-        ),
-        GalleryPage(
-            "convnext", "calls", "timm", {**_IMAGES, '_tiny"': '_tiny", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16)'}
-        ),
-        GalleryPage(
-            "dit",
-            "calls",
-            "diffusers",
-            {
-                **_BACKEND,
-                '"num_layers": 12, "num_attention_heads": 12, "attention_head_dim": 64': (
-                    '"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 16'
-                ),
-                "sample_size=32": "sample_size=8",
-                "(13, 4, 16, 7, 2, 10)": "(5, 3, 6)",
-            },
-        ),
-        GalleryPage(
-            "unet",
-            "calls",
-            "diffusers",
-            {
-                **_BACKEND,
-                "sample_size=64, cross_attention_dim=768": (
-                    "sample_size=8, cross_attention_dim=16, block_out_channels=(8,), norm_num_groups=4,"
-                    " attention_head_dim=2, down_block_types=['CrossAttnDownBlock2D'],"
-                    " up_block_types=['UpBlock2D'], mid_block_type=None"
-                ),
-                "(6, 900), (2, 700), (5, 500), (3, 100)": "(6, 900), (3, 100), (5, 500)",
-            },
-        ),
-        GalleryPage(
-            "whisper",
-            "calls",
-            "transformers",
-            {
-                **_BACKEND,
-                "d_model=768, encoder_layers=12, encoder_attention_heads=12, encoder_ffn_dim=3072": (
-                    "d_model=32, encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=64, num_mel_bins=8,"
-                    " max_source_positions=10, decoder_layers=1, decoder_attention_heads=2"
-                ),
-                "(5, 2, 7, 3, 6, 1)": "(5, 3, 6)",
-            },
-        ),
-        GalleryPage(
-            "qwen2_5_vl",
-            "images",
-            "transformers",
-            {
-                "hidden_size=1280": (
-                    "hidden_size=32, depth=2, intermediate_size=48, num_heads=2, out_hidden_size=24,"
-                    " fullatt_block_indexes=[1]"
-                ),
-                "max_tokens=1024": (
-                    "max_tokens=512, options=graphpass.EncoderOptions(token_budgets=[64, 512], costs=None)"
-                ),
-            },
-        ),
-    )
-}
+PAGES = {page.name: page for page in (
+    GalleryPage("qwen3", "text", "transformers", {
+        "hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16": _TEXT,
+        "num_key_value_heads=8": "num_key_value_heads=1, head_dim=16, vocab_size=99",
+        "max_seq_len=128": "max_seq_len=128, capture_sizes=[8, 64]",
+        "(60, 17, 40, 5, 33, 58, 21, 12)": "(60, 17, 5)",
+        "new_tokens = 64": "new_tokens = 8"}),
+    GalleryPage("llama", "text", "transformers", {
+        "hidden_size=2048, intermediate_size=8192, num_hidden_layers=16": f"{_TEXT}, head_dim=16",
+        "num_key_value_heads=8, vocab_size=128256": "num_key_value_heads=1, vocab_size=99",
+        "max_seq_len=256": "max_seq_len=128, capture_sizes=[1, 64]",
+        "new_tokens = 128": "new_tokens = 8"}),
+    GalleryPage("bert", "calls", "transformers", {**_OPTIONS, "BertConfig()": f"BertConfig({_TEXT})",
+        "(27, 61), (1, 17), (12, 44), (31, 64), ": "(5, 29), "}),
+    GalleryPage("t5", "calls", "transformers", {**_BACKEND, "(5, 2, 7, 3, 6, 1)": "(5, 3, 6)",
+        "d_model=1024, d_kv=64, d_ff=4096, num_layers=24, num_heads=16":
+            "d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2"}),
+    GalleryPage("vit", "calls", "timm", {**_IMAGES,
+        '_224"': '_224", img_size=32, embed_dim=32, depth=1, num_heads=2'}),
+    GalleryPage("convnext", "calls", "timm", {**_IMAGES,
+        '_tiny"': '_tiny", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16)'}),
+    GalleryPage("dit", "calls", "diffusers", {**_BACKEND, "(13, 4, 16, 7, 2, 10)": "(5, 3, 6)",
+        '"num_layers": 12, "num_attention_heads": 12, "attention_head_dim": 64':
+            '"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 16',
+        "sample_size=32": "sample_size=8"}),
+    GalleryPage("unet", "calls", "diffusers", {**_BACKEND,
+        "sample_size=64, cross_attention_dim=768":
+            "sample_size=8, cross_attention_dim=16, block_out_channels=(8,), norm_num_groups=4, attention_head_dim=2,"
+            " down_block_types=['CrossAttnDownBlock2D'], up_block_types=['UpBlock2D'], mid_block_type=None",
+        "(6, 900), (2, 700), (5, 500), (3, 100)": "(6, 900), (3, 100), (5, 500)"}),
+    GalleryPage("whisper", "calls", "transformers", {**_BACKEND, "(5, 2, 7, 3, 6, 1)": "(5, 3, 6)",
+        "d_model=768, encoder_layers=12, encoder_attention_heads=12, encoder_ffn_dim=3072":
+            "d_model=32, encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=64, num_mel_bins=8,"
+            " max_source_positions=10, decoder_layers=1, decoder_attention_heads=2"}),
+    GalleryPage("qwen2_5_vl", "images", "transformers", {
+        "hidden_size=1280": "hidden_size=32, depth=2, intermediate_size=48, num_heads=2, out_hidden_size=24,"
+            " fullatt_block_indexes=[1]",
+        "max_tokens=1024": "max_tokens=512, options=graphpass.EncoderOptions(token_budgets=[64, 512], costs=None)"}),
+)}  # fmt: skip

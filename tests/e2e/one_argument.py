@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import random
+import sys
+import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +16,7 @@ import torch
 import graphpass as gp
 from graphpass.capture import SizeRecord
 from graphpass.errors import GraphpassError, OptionError
+from tests.e2e.stock_encoders import StockEncoder
 from tests.observed import calls_with_graph
 
 Batches = Sequence[dict[str, torch.Tensor]]
@@ -20,29 +25,18 @@ ATOL, RTOL = 2e-5, 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What two passes over the same sizes did.
+    """What two passes over the same sizes did."""
 
-    Attributes:
-        problem: empty; or the first result that differs from eager, or the error that is not of graphpass.
-        refusal: empty, or the sentence with which graphpass refused the model.
-        calls: calls in one pass.
-        replays: calls of the second pass that replayed a graph.
-        graphs: captured graphs.
-        limited: calls of both passes without a graph because the runtime captures no more graphs.
-        verdicts: (dimension of an input, verdict) of the padding table.
-        reasons: {reason: calls of the second pass that ran without a graph}.
-        sizes: of every graph.
-    """
-
-    problem: str = ""
-    refusal: str = ""
-    calls: int = 0
-    replays: int = 0
-    graphs: int = 0
-    limited: int = 0
-    verdicts: frozenset[tuple[str, str]] = frozenset()
+    problem: str = ""  #: empty; or the first result that differs from eager, or the error that is not of graphpass
+    refusal: str = ""  #: empty, or the sentence with which graphpass refused the model
+    calls: int = 0  #: calls in one pass
+    replays: int = 0  #: calls of the second pass that replayed a graph
+    graphs: int = 0  #: captured graphs
+    limited: int = 0  #: calls of both passes without a graph because the runtime captures no more graphs
+    verdicts: frozenset[tuple[str, str]] = frozenset()  #: (dimension of an input, verdict) of the padding table
+    #: {reason: calls of the second pass that ran without a graph}
     reasons: Mapping[str, int] = field(default_factory=dict)
-    sizes: tuple[SizeRecord, ...] = ()
+    sizes: tuple[SizeRecord, ...] = ()  #: of every graph
 
 
 def tensors_of(result: Any) -> list[torch.Tensor]:
@@ -88,6 +82,29 @@ def compare(model: Any, batches: Callable[[], Batches], **options: Any) -> Outco
         reasons=without - before,
         sizes=tuple(size for record in runtime.callables() for size in record.sizes),
     )
+
+
+def two_passes(encoder: StockEncoder, least: int, largest: int, num_calls: int, **options: Any) -> Outcome:
+    """:func:`compare` over seeded batch sizes and the encoder's lengths."""
+    rng = random.Random(0)
+    sizes = [(rng.randint(least, largest), encoder.lengths[call % len(encoder.lengths)]) for call in range(num_calls)]
+    model = encoder.build()
+    torch._dynamo.reset()
+    return compare(model, lambda: [encoder.inputs(*size) for size in sizes], **options)
+
+
+def for_each(names: Iterable[str], described: Callable[[str], str]) -> None:
+    """Print what is said of each model, or the error of the model itself."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    for name in names:
+        torch.manual_seed(1)
+        try:
+            text = described(name)
+        except Exception as error:
+            text = f"{name}: {type(error).__name__}: {error}"
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
 
 
 def with_graph(fast: Any) -> int:

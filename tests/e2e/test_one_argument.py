@@ -13,10 +13,15 @@ import transformers
 
 from tests.e2e.encoder_table import PAGE, TORCH, TRANSFORMERS, measured, row_of, rows_of_page
 from tests.e2e.one_argument import compare
-from tests.e2e.stock_encoders import ENCODERS
-from tests.e2e.stock_models import MODELS
+from tests.e2e.stock_encoders import DECODERS, ENCODERS
 
-IN_EVERY_RUN = ("bert", "convnext", "MPNetModel", "Aimv2VisionModel")
+RAGGED = (
+    *("BertModel", "RobertaModel", "DistilBertModel", "AlbertModel", "ElectraModel", "MPNetModel", "T5EncoderModel"),
+    *("ViTModel", "DeiTModel", "BeitModel", "Dinov2Model", "CLIPVisionModel", "SiglipVisionModel", "SwinModel"),
+    *("ConvNextModel", "ResNetModel", "MobileNetV2Model", "SegformerModel"),
+    *("WhisperEncoder", "Wav2Vec2Model", "HubertModel", *DECODERS),
+)
+RAGGED_IN_EVERY_RUN, IN_EVERY_RUN = ("BertModel", "ConvNextModel"), ("MPNetModel", "Aimv2VisionModel")
 LARGEST, NUM_BATCHES, MAX_GRAPHS_WHERE_PROVED = 33, 40, 14
 FEWEST_ENCODERS = 40
 IS_VERSION_OF_PAGE = torch.__version__.startswith(TORCH) and transformers.__version__ == TRANSFORMERS
@@ -24,17 +29,15 @@ IS_VERSION_OF_PAGE = torch.__version__.startswith(TORCH) and transformers.__vers
 pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
 
 
-def some_in_every_run(names: Iterable[str]) -> list[Any]:
-    return [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.soak) for name in names]
+def some_in_every_run(names: Iterable[str], some: Iterable[str]) -> list[Any]:
+    return [name if name in some else pytest.param(name, marks=pytest.mark.soak) for name in names]
 
 
-@pytest.mark.parametrize("name", some_in_every_run(MODELS))
+@pytest.mark.parametrize("name", some_in_every_run(RAGGED, RAGGED_IN_EVERY_RUN))
 def test_ragged_batches_replay_and_equal_eager(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.manual_seed(0)
-    make, inputs = MODELS[name]
-    rng = random.Random(0)
+    encoder, rng = {**ENCODERS, **DECODERS}[name], random.Random(0)
     sizes = [rng.randint(1, LARGEST) for _ in range(NUM_BATCHES)]
-    outcome = compare(make().eval(), lambda: [inputs(size) for size in sizes])
+    outcome = compare(encoder.build(), lambda: [encoder.inputs(size, encoder.lengths[0]) for size in sizes])
     with capsys.disabled():
         sys.stdout.write(f"\n{name}: {outcome}\n")
     assert (outcome.problem, outcome.refusal) == ("", "")
@@ -43,7 +46,7 @@ def test_ragged_batches_replay_and_equal_eager(name: str, capsys: pytest.Capture
         assert outcome.graphs <= MAX_GRAPHS_WHERE_PROVED
 
 
-@pytest.mark.parametrize("name", some_in_every_run(ENCODERS))
+@pytest.mark.parametrize("name", some_in_every_run(ENCODERS, IN_EVERY_RUN))
 def test_an_encoder_is_equal_to_eager_and_its_row_is_on_the_page(name: str) -> None:
     outcome = measured(name)
     assert outcome.problem == ""

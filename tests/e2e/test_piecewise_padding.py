@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 
 import graphpass as gp
 from graphpass.regions import OpCall, PaddedValue, register_padding_rule
-from tests.e2e.stock_models import MODELS
+from tests.e2e.stock_encoders import ENCODERS
 from tests.observed import calls_with_graph, reported_regions
 
 SDPA = "aten::scaled_dot_product_attention"
@@ -65,9 +65,8 @@ def scalars_in_the_graph() -> Iterator[None]:
 
 
 def model_that(splits: str) -> tuple[nn.Module, Any, list[str]]:
-    name = "bert" if splits == "masked attention" else "vit"
-    make, inputs = MODELS[name]
-    model = make().eval()
+    encoder = ENCODERS["BertModel" if splits == "masked attention" else "ViTModel"]
+    model, inputs = encoder.build(), encoder.inputs
     if splits == "opaque op with a rule":
         AttentionInterface.register("graphpasstest_stock", opaque_attention)
         model.set_attn_implementation("graphpasstest_stock")
@@ -81,19 +80,18 @@ def model_that(splits: str) -> tuple[nn.Module, Any, list[str]]:
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
 @pytest.mark.parametrize("splits", ["attention", "masked attention", "opaque op with a rule", "host read"])
 def test_a_batch_is_padded_over_eager_regions(splits: str) -> None:
-    torch.manual_seed(0)
     model, inputs, splitting_ops = model_that(splits)
     options = {"compiler": "aot_eager", "splitting_ops": splitting_ops, "mode": "PIECEWISE"}
     fast = torch.compile(model, backend="cgpass", fullgraph=True, options=options)
     rng = random.Random(0)
     sizes = [rng.randint(2, LARGEST) for _ in range(NUM_BATCHES)]
     with torch.no_grad():
-        fast(**inputs(sizes[0]))
+        fast(**inputs(sizes[0], 9))
         runtime = gp.runtime_of(fast)
         for _ in range(2):
             before = calls_with_graph(runtime)
             for size in sizes:
-                batch = inputs(size)
+                batch = inputs(size, 9)
                 found, expected = fast(**batch), model(**batch)
                 torch.testing.assert_close(found.last_hidden_state, expected.last_hidden_state, atol=2e-5, rtol=1e-4)
             replays = calls_with_graph(runtime) - before

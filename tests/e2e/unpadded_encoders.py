@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-import random
 import sys
-import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers as hf
 
-from tests.e2e.one_argument import Outcome, compare
-from tests.e2e.stock_encoder import Inputs, Tensors, tokens
-from tests.e2e.stock_encoders import ENCODERS
+from tests.e2e.one_argument import Outcome, for_each, two_passes
+from tests.e2e.stock_encoders import ENCODERS, StockEncoder, Tensors, tokens
 
 LEAST, LARGEST, NUM_CALLS = 2, 9, 8
 """Of one image, aot_eager alone cannot run group norm."""
@@ -26,20 +21,6 @@ STOCK = (
     *("FunnelModel", "FlaubertModel", "XLMModel", "LongformerModel", "M2M100Encoder", "LEDEncoder", "LevitModel"),
     *("Wav2Vec2ConformerModel", "SEWDModel", "ParakeetEncoder"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Encoder:
-    """A model that is not in the table of stock encoders; like :class:`tests.e2e.stock_encoder.StockEncoder`."""
-
-    make: Callable[[], Any]
-    inputs: Inputs
-    lengths: tuple[int, ...]
-
-    def build(self) -> Any:
-        """The model with seeded weights, in eval mode."""
-        torch.manual_seed(0)
-        return self.make().eval()
 
 
 def _vectors(batch: int, length: int) -> Tensors:
@@ -69,28 +50,22 @@ _BLOCKS = {"down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock
 _CROSS = {"down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "cross_attention_dim": 32}
 _MAMBA = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "vocab_size": 99, "use_cache": False}
 OTHERS = {
-    "nn.TransformerEncoderLayer": Encoder(
-        lambda: torch.nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), _vectors, (9, 16)
-    ),
-    "UNet2DModel": Encoder(_unet("UNet2DModel", **_BLOCKS), _noise, (8, 10)),
-    "UNet2DConditionModel": Encoder(
-        _unet("UNet2DConditionModel", **_CROSS, up_block_types=("CrossAttnUpBlock2D", "UpBlock2D")),
-        _prompted_noise,
-        (8, 10),
-    ),
-    "MambaModel": Encoder(lambda: hf.MambaModel(hf.MambaConfig(**_MAMBA)), tokens, (9, 16)),
-}
-NAMES = (*STOCK, *OTHERS)
+    "nn.TransformerEncoderLayer": (
+        lambda: torch.nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), _vectors, (9, 16)),
+    "UNet2DModel": (_unet("UNet2DModel", **_BLOCKS), _noise, (8, 10)),
+    "UNet2DConditionModel": (
+        _unet("UNet2DConditionModel", **_CROSS, up_block_types=("CrossAttnUpBlock2D", "UpBlock2D")), _prompted_noise,
+        (8, 10)),
+    "MambaModel": (lambda: hf.MambaModel(hf.MambaConfig(**_MAMBA)), tokens, (9, 16)),
+}  # fmt: skip
+MODELS = {**{name: ENCODERS[name] for name in STOCK}, **{n: StockEncoder("", n, *row) for n, row in OTHERS.items()}}
 
 
 def measured(name: str) -> Outcome:
-    """Two passes over seeded batch sizes and lengths, of a model whose masks are declared."""
-    encoder, rng = ENCODERS.get(name) or OTHERS[name], random.Random(0)
-    sizes = [(rng.randint(LEAST, LARGEST), encoder.lengths[call % len(encoder.lengths)]) for call in range(NUM_CALLS)]
-    model = encoder.build()
-    torch._dynamo.reset()
+    """Two passes of a model whose masks are declared."""
+    encoder = MODELS[name]
     declared = {given: rule for given, rule in PADDING.items() if given in encoder.inputs(2, encoder.lengths[0])}
-    return compare(model, lambda: [encoder.inputs(*size) for size in sizes], padding=declared)
+    return two_passes(encoder, LEAST, LARGEST, NUM_CALLS, padding=declared)
 
 
 def described(name: str, outcome: Outcome) -> str:
@@ -109,19 +84,5 @@ def described(name: str, outcome: Outcome) -> str:
     return "\n".join([summary, *reasons.values()])
 
 
-def main(names: Sequence[str]) -> None:
-    """Measure ``names``, or all."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    for name in names or NAMES:
-        torch.manual_seed(1)
-        try:
-            text = described(name, measured(name))
-        except Exception as error:  # of the model itself
-            text = f"{name}: {type(error).__name__}: {error}"
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    for_each(sys.argv[1:] or MODELS, lambda name: described(name, measured(name)))
