@@ -7,33 +7,23 @@ import logging
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tests.fuzz import test_fuzz, test_padding, test_python
 
 AT_ONCE = 100
-FUZZERS: dict[str, Callable[[Iterable[int]], Any]] = {
-    "python": lambda seeds: test_python.search("torch.compile", seeds),
-    "graphed": lambda seeds: test_python.search("graphed", seeds),
-    "padding": test_padding.search,
-    "graphs": lambda seeds: test_fuzz.search("eager", seeds),
+FUZZERS = {
+    "python": test_python.fuzzer_of("torch.compile"),
+    "graphed": test_python.fuzzer_of("graphed"),
+    "graphs": test_fuzz.fuzzer_of("eager"),
 }
-
-
-def explained(fuzzer: str, tally: Any) -> str:
-    """What is wrong, with each program made small."""
-    if fuzzer == "padding":
-        return "\n".join(tally.wrong)
-    if fuzzer == "graphs":
-        return test_fuzz.explained(tally.failures, "eager")
-    return test_python.explained(tally.failures, "graphed" if fuzzer == "graphed" else "torch.compile")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run programs, say after each hundred what came of them, and end with 1 if any differs from eager."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("fuzzer", choices=FUZZERS)
+    parser.add_argument("fuzzer", choices=[*FUZZERS, "padding"])
     parser.add_argument("count", type=int, help="programs")
     parser.add_argument("--first", type=int, default=100_000, help="the first seed")
     options = parser.parse_args(arguments)
@@ -42,8 +32,13 @@ def main(arguments: Sequence[str]) -> int:
     started, last, wrong = time.monotonic(), options.first + options.count, 0
     for first in range(options.first, last, AT_ONCE):
         seeds = range(first, min(first + AT_ONCE, last))
-        tally = FUZZERS[options.fuzzer](seeds)
-        problems = explained(options.fuzzer, tally)
+        tally: Any
+        if options.fuzzer == "padding":
+            tally = test_padding.search(seeds)
+            problems = "\n".join(tally.wrong)
+        else:
+            tally = FUZZERS[options.fuzzer].search(seeds)
+            problems = FUZZERS[options.fuzzer].explained(tally)
         wrong += bool(problems)
         seconds = time.monotonic() - started
         sys.stdout.write(f"seeds {seeds.start} to {seeds.stop - 1}, {seconds:.0f} s: {tally}\n{problems}")

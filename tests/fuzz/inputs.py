@@ -10,8 +10,6 @@ import torch
 
 from tests.fuzz.programs import COLUMNS, Call
 
-__all__ = ["LAYOUTS", "Feed"]
-
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
 

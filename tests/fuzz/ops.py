@@ -10,8 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-__all__ = ["OPS", "SPLITTABLE", "Op", "namespace"]
-
 
 @torch.library.custom_op("graphpassfuzz::fresh", mutates_args=())
 def fresh(x: torch.Tensor) -> torch.Tensor:
@@ -44,18 +42,12 @@ class Op:
 
     ``{a}`` is any tensor, ``{m}`` a matrix, ``{r}`` one with the rows of ``x``, ``{like}`` a tensor that broadcasts
     to it, ``{other}`` the same in other memory, ``{s}`` a number, ``{t}``, ``{u}`` and ``{v}`` new names.
-
-    Attributes:
-        text: the lines.
-        mixes_rows: what it does to one row depends on others, or on how many there are.
-        random: it draws random numbers.
-        reshapes: it changes a shape in place.
     """
 
-    text: str
-    mixes_rows: bool = False
-    random: bool = False
-    reshapes: bool = False
+    text: str  #: the lines
+    mixes_rows: bool = False  #: what it does to one row depends on others, or on how many there are
+    random: bool = False  #: it draws random numbers
+    reshapes: bool = False  #: it changes a shape in place
 
     @property
     def writes(self) -> bool:
@@ -237,24 +229,9 @@ OPS = (
 )
 
 SPLITTABLE = (
-    "graphpassfuzz::fresh",
-    "graphpassfuzz::write",
-    "graphpassfuzz::mixed",
-    "aten::sigmoid",
-    "aten::tanh",
-    "aten::add",
-    "aten::add_",
-    "aten::mul",
-    "aten::mul_",
-    "aten::copy_",
-    "aten::cat",
-    "aten::chunk",
-    "aten::clone",
-    "aten::reshape",
-    "aten::zeros_like",
-    "aten::mean",
-    "aten::relu",
-    "aten::fill_",
+    *(f"graphpassfuzz::{name}" for name in ("fresh", "write", "mixed")),
+    *(f"aten::{name}" for name in ("sigmoid", "tanh", "add", "add_", "mul", "mul_", "copy_", "cat", "chunk")),
+    *(f"aten::{name}" for name in ("clone", "reshape", "zeros_like", "mean", "relu", "fill_")),
 )
 
 

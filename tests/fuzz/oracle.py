@@ -17,43 +17,18 @@ import graphpass as gp
 from graphpass.dispatch import recurring
 from tests.fuzz.inputs import Feed
 from tests.fuzz.programs import STATE, Call, Program, module_class
+from tests.fuzz.search import Outcome
 from tests.fuzz.tracing import DirectlyCompiled
-
-__all__ = ["Outcome", "check"]
 
 _GRAPHED_SIZES = (4, 8)
 _ROUNDS = 4
 _RECOMPILES = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a program fared.
-
-    Attributes:
-        calls: calls that were compared.
-        replayed: whether a graph was replayed.
-        refusal: the typed error that ended it, or None.
-        mismatch: what differs from eager, or None.
-    """
-
-    calls: int
-    replayed: bool
-    refusal: str | None = None
-    mismatch: str | None = None
-
-
 def check(
     program: Program, compiler: str = "eager", device: torch.device | str = "cpu", *, stock: bool = False
 ) -> Outcome:
-    """Compare ``program`` over graphs with eager.
-
-    Args:
-        program: what to run.
-        compiler: the backend's option.
-        device: where to run it.
-        stock: compare ``torch.compile(backend=compiler)`` with eager instead, without graphpass: is a difference ours?
-    """
+    """Compare ``program`` over graphs with eager, or ``torch.compile(backend=compiler)`` without graphpass."""
     device = torch.device(device)
     made = module_class(program, device)
     with gp.GraphRuntime() as runtime, torch.no_grad(), _roomy_dynamo(), _exact_soon():
@@ -62,7 +37,7 @@ def check(
         outcome = _compare(program, sides, under_test)
         if outcome.mismatch or stock:
             return outcome
-        return Outcome(outcome.calls, runtime.stats().replayed > 0, outcome.refusal)
+        return Outcome(outcome.calls, runtime.stats().replayed, outcome.refusal)
 
 
 @dataclass(slots=True)
@@ -82,23 +57,23 @@ def _compare(program: Program, sides: Sequence[_Side], under_test: Callable[...,
         given = [side.feed.inputs(call, step, side.modules[call.instance]) for side in sides]
         _seed(step, device)
         try:
-            wanted = eager.modules[call.instance](*given[0])
+            wanted = _named(eager.modules[call.instance](*given[0]))
         except RuntimeError:  # eager cannot run it on inputs that lie so
-            return Outcome(step, replayed=False)
+            return Outcome(step)
         state = _random_state(device)
         _seed(step, device)
         try:
-            found = under_test(call, ours.modules[call.instance], *given[1])
+            found = _named(under_test(call, ours.modules[call.instance], *given[1]))
         except Exception as error:
             refusal = getattr(error, "inner_exception", None) or error
             if isinstance(refusal, gp.GraphpassError):
-                return Outcome(step, replayed=False, refusal=_reason(refusal))
-            return Outcome(step, replayed=False, mismatch=f"call {step}: {type(refusal).__name__}: {refusal}")
+                return Outcome(step, refusal=_reason(refusal))
+            return Outcome(step, mismatch=f"call {step}: {type(refusal).__name__}: {refusal}")
         if not whole and not all(map(torch.equal, state, _random_state(device))):
-            return Outcome(step, replayed=False, mismatch=f"call {step}: the generator is not where eager leaves it")
+            return Outcome(step, mismatch=f"call {step}: the generator is not where eager leaves it")
         # A view that was fed back has had its last use when the next replay overwrites it.
         ended = "x" if program.outputs == "view" and call.layout == "feedback" else ""
-        lasting = [name for name, value in _named(wanted).items() if not ended or value is not given[0][0]]
+        lasting = [name for name, value in wanted.items() if not ended or value is not given[0][0]]
         seen = [_seen(s, g, r, lasting, ended) for s, g, r in zip(sides, given, (wanted, found), strict=True)]
         difference = _difference(*seen, with_aliases=not whole)
         if difference is None and program.outputs == "clone":
@@ -106,12 +81,13 @@ def _compare(program: Program, sides: Sequence[_Side], under_test: Callable[...,
             earlier = next(differing, None)
             difference = None if earlier is None else f"a result of call {earlier} that was kept has changed"
         if difference is not None:
-            return Outcome(step, replayed=False, mismatch=f"call {step} ({call}): {difference}")
+            return Outcome(step, mismatch=f"call {step} ({call}): {difference}")
         # What graphed returns of an input is a copy of it.
-        kept.append((step, *_to_keep(wanted, found, given[0] if whole else ())))
+        alike = {name for name, value in wanted.items() if whole and _lies_in(value, given[0])}
+        kept.append((step, *({n: v for n, v in side.items() if n not in alike} for side in (wanted, found))))
         for side, results in zip(sides, (wanted, found), strict=True):
-            side.feed.returned(results)
-    return Outcome(len(program.calls), replayed=False)
+            side.feed.returned(list(results.values()))
+    return Outcome(len(program.calls))
 
 
 def _reason(error: gp.GraphpassError) -> str:
@@ -129,7 +105,7 @@ def _calls(program: Program) -> Sequence[Call]:
 
 
 def _seen(
-    side: _Side, given: Sequence[torch.Tensor], results: Sequence[Any], lasting: Sequence[str], ended: str
+    side: _Side, given: Sequence[torch.Tensor], results: dict[str, Any], lasting: Sequence[str], ended: str
 ) -> dict[str, Any]:
     """All that a caller can look at after a call: arguments but ``ended``, both modules' state, ``lasting`` results.
 
@@ -141,23 +117,16 @@ def _seen(
         for name in STATE
     }
     arguments = {name: value for name, value in zip("xyi", given, strict=True) if name != ended}
-    return {**arguments, **state, **{name: value for name, value in _named(results).items() if name in lasting}}
+    return {**arguments, **state, **{name: value for name, value in results.items() if name in lasting}}
 
 
 def _named(results: Sequence[Any]) -> dict[str, Any]:
     return {f"result {index}": value for index, value in enumerate(results)}
 
 
-def _to_keep(
-    wanted: Sequence[Any], found: Sequence[Any], given: Sequence[torch.Tensor]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Results to look at again after later calls; without those that lie in memory of ``given``."""
-    names = [
-        name
-        for name, value in _named(wanted).items()
-        if not isinstance(value, torch.Tensor) or all(_distance(value, tensor) is None for tensor in given)
-    ]
-    return {name: _named(wanted)[name] for name in names}, {name: _named(found)[name] for name in names}
+def _lies_in(value: Any, given: Sequence[torch.Tensor]) -> bool:
+    """Whether it is in memory of ``given``."""
+    return isinstance(value, torch.Tensor) and any(_distance(value, tensor) is not None for tensor in given)
 
 
 def _difference(wanted: dict[str, Any], found: dict[str, Any], *, with_aliases: bool) -> str | None:

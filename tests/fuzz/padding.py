@@ -108,18 +108,12 @@ class Value:
 
 @dataclass(slots=True)
 class Program:
-    """A graph under construction, and then the finished one.
+    """A graph under construction, and then the finished one."""
 
-    Attributes:
-        choose: the source of every choice.
-        values: tensors that later nodes may take.
-        inputs: names of the inputs, in the order of the placeholders.
-    """
-
-    choose: random.Random
+    choose: random.Random  #: the source of every choice
     graph: fx.Graph = field(default_factory=fx.Graph)
-    values: list[Value] = field(default_factory=list)
-    inputs: list[str] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)  #: tensors that later nodes may take
+    inputs: list[str] = field(default_factory=list)  #: names of the inputs, in the order of the placeholders
     _numbers: dict[sympy.Expr, fx.Node] = field(default_factory=dict)
 
     @property

@@ -9,31 +9,17 @@ import torch
 
 from tests.fuzz.padding import BOOL, FLOAT, INT, WIDTH, Program, Value, aten, world
 from tests.fuzz.padding_moves import (
-    assign,
-    back,
-    by_range,
-    cut,
-    expand,
-    features,
-    gather,
+    MOVES,
+    Op,
     has_dims,
     is_float,
-    join,
-    lookup,
-    pad,
+    is_float_with_dims,
+    on,
     product,
     put_from_the_end,
     reduced,
-    regroup,
-    repeat,
-    scatter,
-    select,
-    squeeze,
-    transpose,
-    unsqueeze,
 )
 
-Op = Callable[[Program], Value | None]
 INF = float("inf")
 
 _UNARY = [aten.relu, aten.neg, aten.abs, aten.sin, aten.tanh, aten.sigmoid, aten.floor, aten.sign, aten.silu, aten.gelu]
@@ -63,9 +49,9 @@ def fitting(p: Program, value: Value, accepts: Callable[[Value], bool]) -> tuple
     return None if other is None else (other, broadcast(value, other) or ())
 
 
-def unary(p: Program) -> Value | None:
-    value = p.pick(is_float)
-    return value and p.call(p.choose.choice(_UNARY).default, (value,), value.shape, FLOAT)
+@on(is_float)
+def unary(p: Program, value: Value) -> Value | None:
+    return p.call(p.choose.choice(_UNARY).default, (value,), value.shape, FLOAT)
 
 
 def scalar(p: Program) -> Value | None:
@@ -74,10 +60,10 @@ def scalar(p: Program) -> Value | None:
     return value and p.call(op, (value, p.choose.choice([0.5, 2.0, -1.0, 1.0, -1e9])), value.shape, FLOAT)
 
 
-def binary(p: Program) -> Value | None:
-    value = p.pick(is_float)
-    fit = value and fitting(p, value, is_float)
-    if not value or not fit:
+@on(is_float)
+def binary(p: Program, value: Value) -> Value | None:
+    fit = fitting(p, value, is_float)
+    if fit is None:
         return None
     pair = [value, fit[0]] if p.choose.random() < 0.5 else [fit[0], value]
     return p.call(_overload(p.choose.choice(_BINARY)), pair, fit[1], FLOAT)
@@ -87,10 +73,10 @@ def _overload(op: torch._ops.OpOverloadPacket) -> torch._ops.OpOverload:
     return op.Tensor if "Tensor" in op.overloads() else op.default
 
 
-def integers(p: Program) -> Value | None:
-    value = p.pick(lambda v: v.dtype == INT)
-    fit = value and fitting(p, value, lambda v: v.dtype == INT)
-    if not value or not fit:
+@on(lambda v: v.dtype == INT)
+def integers(p: Program, value: Value) -> Value | None:
+    fit = fitting(p, value, lambda v: v.dtype == INT)
+    if fit is None:
         return None
     op = p.choose.choice([aten.add, aten.sub, aten.mul, aten.maximum])
     return p.call(_overload(op), (value, fit[0]), fit[1], INT)
@@ -102,17 +88,17 @@ def shifted_integers(p: Program) -> Value | None:
     return value and p.call(op, (value, p.choose.choice([0, 1, -1, 2])), value.shape, INT)
 
 
-def compare(p: Program) -> Value | None:
-    value = p.pick(lambda v: v.dtype != BOOL)
-    fit = value and fitting(p, value, lambda v: v.dtype == value.dtype)
-    if not value or not fit:
+@on(lambda v: v.dtype != BOOL)
+def compare(p: Program, value: Value) -> Value | None:
+    fit = fitting(p, value, lambda v: v.dtype == value.dtype)
+    if fit is None:
         return None
     return p.call(p.choose.choice(_COMPARE).Tensor, (value, fit[0]), fit[1], BOOL)
 
 
-def compare_scalar(p: Program) -> Value | None:
-    value = p.pick(lambda v: v.dtype != BOOL)
-    return value and p.call(p.choose.choice(_COMPARE).Scalar, (value, p.choose.choice([0, 1])), value.shape, BOOL)
+@on(lambda v: v.dtype != BOOL)
+def compare_scalar(p: Program, value: Value) -> Value | None:
+    return p.call(p.choose.choice(_COMPARE).Scalar, (value, p.choose.choice([0, 1])), value.shape, BOOL)
 
 
 def logical(p: Program) -> Value | None:
@@ -124,24 +110,24 @@ def logical(p: Program) -> Value | None:
     return fit and p.call(op, (value, fit[0]), fit[1], BOOL)
 
 
-def convert(p: Program) -> Value | None:
-    value = p.pick(lambda v: v.dtype != FLOAT)
-    return value and p.call(aten._to_copy.default, (value,), value.shape, FLOAT, dtype=FLOAT)
+@on(lambda v: v.dtype != FLOAT)
+def convert(p: Program, value: Value) -> Value | None:
+    return p.call(aten._to_copy.default, (value,), value.shape, FLOAT, dtype=FLOAT)
 
 
-def fill(p: Program) -> Value | None:
-    value = p.pick(is_float)
-    fit = value and fitting(p, value, lambda v: v.dtype == BOOL)
-    if not value or not fit:
+@on(is_float)
+def fill(p: Program, value: Value) -> Value | None:
+    fit = fitting(p, value, lambda v: v.dtype == BOOL)
+    if fit is None:
         return None
     content = p.choose.choice([0.0, 0.0, 1.0, -INF, -INF, -1e9, INF])
     return p.call(aten.masked_fill.Scalar, (value, fit[0], content), fit[1], FLOAT)
 
 
-def where(p: Program) -> Value | None:
-    value = p.pick(is_float)
-    fit = value and fitting(p, value, lambda v: v.dtype == BOOL)
-    if not value or not fit:
+@on(is_float)
+def where(p: Program, value: Value) -> Value | None:
+    fit = fitting(p, value, lambda v: v.dtype == BOOL)
+    if fit is None:
         return None
     other = p.pick(lambda v: is_float(v) and v.shape == value.shape) or value
     pair = (value, other) if p.choose.random() < 0.5 else (other, value)
@@ -153,40 +139,26 @@ def some_dims(p: Program, value: Value) -> list[int]:
     return sorted(p.choose.sample(range(value.rank), min(count, value.rank)))
 
 
-def reduction(p: Program) -> Value | None:
-    value = p.pick(lambda v: has_dims(v) and is_float(v))
-    if value is None:
-        return None
+@on(is_float_with_dims)
+def reduction(p: Program, value: Value) -> Value | None:
     dims, keep = some_dims(p, value), p.choose.random() < 0.3
-    ops = [
-        aten.sum.dim_IntList,
-        aten.sum.dim_IntList,
-        aten.amax.default,
-        aten.amin.default,
-        aten.mean.dim,
-        aten.logsumexp.default,
-    ]
+    ops = [*[aten.sum.dim_IntList] * 2, aten.amax.default, aten.amin.default, aten.mean.dim, aten.logsumexp.default]
     if p.choose.random() < 0.1:
-        return p.call(
-            p.choose.choice([aten.prod.dim_int]), (value, dims[0], keep), reduced(value, dims[:1], keep), FLOAT
-        )
+        op = p.choose.choice([aten.prod.dim_int])
+        return p.call(op, (value, dims[0], keep), reduced(value, dims[:1], keep), FLOAT)
     return p.call(p.choose.choice(ops), (value, dims, keep), reduced(value, dims, keep), FLOAT)
 
 
-def truth(p: Program) -> Value | None:
-    value = p.pick(lambda v: has_dims(v) and v.dtype == BOOL)
-    if value is None:
-        return None
+@on(lambda v: has_dims(v) and v.dtype == BOOL)
+def truth(p: Program, value: Value) -> Value | None:
     dim, keep = p.choose.randrange(value.rank), p.choose.random() < 0.3
     if p.choose.random() < 0.3:
         return p.call(aten.sum.dim_IntList, (value, [dim], keep), reduced(value, [dim], keep), INT)
     return p.call(p.choose.choice([aten.any.dim, aten.all.dim]), (value, dim, keep), reduced(value, [dim], keep), BOOL)
 
 
-def extremum(p: Program) -> Value | None:
-    value = p.pick(lambda v: has_dims(v) and is_float(v))
-    if value is None:
-        return None
+@on(is_float_with_dims)
+def extremum(p: Program, value: Value) -> Value | None:
     dim = p.choose.randrange(value.rank)
     if p.choose.random() < 0.5:
         return p.call(aten.argmax.default, (value, dim), reduced(value, [dim], False), INT)
@@ -195,21 +167,19 @@ def extremum(p: Program) -> Value | None:
 
 
 def softmax(p: Program) -> Value | None:
-    value = p.pick(lambda v: has_dims(v) and is_float(v))
+    value = p.pick(is_float_with_dims)
     op = p.choose.choice([aten._softmax.default, aten._softmax.default, aten._log_softmax.default])
     return value and p.call(op, (value, p.choose.randrange(value.rank), False), value.shape, FLOAT)
 
 
 def scan(p: Program) -> Value | None:
-    value = p.pick(lambda v: has_dims(v) and is_float(v))
+    value = p.pick(is_float_with_dims)
     op = p.choose.choice([aten.cumsum.default, aten.cumsum.default, aten.cumprod.default])
     return value and p.call(op, (value, p.choose.randrange(value.rank)), value.shape, FLOAT)
 
 
-def reorder(p: Program) -> Value | None:
-    value = p.pick(lambda v: has_dims(v) and is_float(v))
-    if value is None:
-        return None
+@on(is_float_with_dims)
+def reorder(p: Program, value: Value) -> Value | None:
     dim = p.choose.randrange(value.rank)
     if p.choose.random() < 0.4:
         return p.call_many(aten.sort.default, (value, dim), [(value.shape, FLOAT), (value.shape, INT)])
@@ -218,10 +188,8 @@ def reorder(p: Program) -> Value | None:
     return p.call(aten.roll.default, (value, [1], [dim]), value.shape, FLOAT)
 
 
-def matmul(p: Program) -> Value | None:
-    left = p.pick(lambda v: is_float(v) and v.rank in (2, 3))
-    if left is None:
-        return None
+@on(lambda v: is_float(v) and v.rank in (2, 3))
+def matmul(p: Program, left: Value) -> Value | None:
     right = p.pick(lambda v: is_float(v) and v.rank == left.rank and v.shape[:-2] == left.shape[:-2]
                    and left.shape[-1] in v.shape[-2:])  # fmt: skip
     if right is None:
@@ -251,9 +219,8 @@ def creation(p: Program) -> Value | None:
             shape = [p.choose.choice(sizes), p.choose.choice(sizes)]
             return p.call(aten.ones.default, (p.sizes(shape),), shape, FLOAT, dtype=FLOAT)
         case 4:
-            return p.call(
-                aten.full.default, ([p.number(size)], p.choose.choice([0.0, 1.0, 2.0])), (size,), FLOAT, dtype=FLOAT
-            )
+            content = ([p.number(size)], p.choose.choice([0.0, 1.0, 2.0]))
+            return p.call(aten.full.default, content, (size,), FLOAT, dtype=FLOAT)
         case _:
             shape = [p.choose.choice(sizes)] * 2
             return p.call(aten.full.default, (p.sizes(shape), True), shape, BOOL, dtype=BOOL)
@@ -265,25 +232,18 @@ def by_size(p: Program) -> Value | None:
     return value and p.call(op, (value, p.number(p.choose.choice(sizes))), value.shape, FLOAT)
 
 
-def layer_norm(p: Program) -> Value | None:
-    value = p.pick(lambda v: has_dims(v) and is_float(v))
-    if value is None:
-        return None
-    stats = [*value.shape[:-1], sympy.Integer(1)]
-    return p.call_many(
-        aten.native_layer_norm.default,
-        (value, [p.number(value.shape[-1])], None, None, 1e-5), [(value.shape, FLOAT), (stats, FLOAT), (stats, FLOAT)],
-    )  # fmt: skip
+@on(is_float_with_dims)
+def layer_norm(p: Program, value: Value) -> Value | None:
+    stats = ([*value.shape[:-1], sympy.Integer(1)], FLOAT)
+    given = (value, [p.number(value.shape[-1])], None, None, 1e-5)
+    return p.call_many(aten.native_layer_norm.default, given, [(value.shape, FLOAT), stats, stats])
 
 
-def batch_norm(p: Program) -> Value | None:
-    value = p.pick(lambda v: v.rank >= 2 and is_float(v))
-    op = aten._native_batch_norm_legit.no_stats
-    return value and p.call_many(
-        op,
-        (value, None, None, True, 0.1, 1e-5),
-        [(value.shape, FLOAT), (value.shape[1:2], FLOAT), (value.shape[1:2], FLOAT)],
-    )
+@on(lambda v: v.rank >= 2 and is_float(v))
+def batch_norm(p: Program, value: Value) -> Value | None:
+    stats = (value.shape[1:2], FLOAT)
+    given = (value, None, None, True, 0.1, 1e-5)
+    return p.call_many(aten._native_batch_norm_legit.no_stats, given, [(value.shape, FLOAT), stats, stats])
 
 
 def attention(p: Program) -> Value | None:
@@ -298,17 +258,16 @@ def attention(p: Program) -> Value | None:
     low = p.pick(lambda v: v.shape == (n, length) and is_float(v) and v.node.name in ("low", "zeros", "masked_fill"))
     if not causal and low is not None:
         wide = p.call(aten.view.default, (low, p.sizes((n, heads, heads, length))), (n, heads, heads, length), FLOAT)
-        mask = p.call(
-            aten.expand.default, (wide, p.sizes((n, heads, length, length))), (n, heads, length, length), FLOAT
-        )
+        square = (n, heads, length, length)
+        mask = p.call(aten.expand.default, (wide, p.sizes(square)), square, FLOAT)
     op = aten._scaled_dot_product_flash_attention_for_cpu.default
     results = [((n, heads, length, width), FLOAT), ((n, heads, length), FLOAT)]
     return p.call_many(op, (*four, 0.0, causal), results, attn_mask=mask)
 
 
-def noise(p: Program) -> Value | None:
-    value = p.pick(is_float)
-    return value and p.call(aten.rand_like.default, (value,), value.shape, FLOAT)
+@on(is_float)
+def noise(p: Program, value: Value) -> Value | None:
+    return p.call(aten.rand_like.default, (value,), value.shape, FLOAT)
 
 
 def masked_sum(p: Program) -> Value | None:
@@ -324,11 +283,9 @@ def masked_sum(p: Program) -> Value | None:
     return p.call(op, (filled, dims), reduced(filled, dims, False), FLOAT)
 
 
-def causal_scores(p: Program) -> Value | None:
+@on(lambda v: is_float(v) and v.rank == 3 and v.shape[1].is_Symbol and v.shape[2] == WIDTH)
+def causal_scores(p: Program, value: Value) -> Value | None:
     """Scores of tokens against tokens, hidden by positions, and their softmax."""
-    value = p.pick(lambda v: is_float(v) and v.rank == 3 and v.shape[1].is_Symbol and v.shape[2] == WIDTH)
-    if value is None:
-        return None
     n, length, _ = value.shape
     other = p.call(aten.transpose.int, (value, 1, 2), (n, value.shape[2], length), FLOAT)
     scores = p.call(aten.bmm.default, (value, other), (n, length, length), FLOAT)
@@ -355,9 +312,8 @@ def spoiled(p: Program) -> Value | None:
         case 0:
             return p.call(aten.div.Tensor, (value, p.choose.choice([value, square])), value.shape, FLOAT)
         case 1:
-            return p.call(
-                p.choose.choice([aten.rsqrt, aten.log, aten.reciprocal]).default, (square,), value.shape, FLOAT
-            )
+            op = p.choose.choice([aten.rsqrt, aten.log, aten.reciprocal])
+            return p.call(op.default, (square,), value.shape, FLOAT)
         case 2:
             dims = [value.rank - 1]
             shape = reduced(value, dims, True)
@@ -399,8 +355,6 @@ OPS: dict[Op, int] = {
     unary: 4, scalar: 3, binary: 8, integers: 2, shifted_integers: 2, compare: 3, compare_scalar: 2, logical: 3,
     convert: 3, fill: 8, where: 4, reduction: 8, truth: 3, extremum: 1, softmax: 4, scan: 2, reorder: 1, matmul: 6,
     triangle: 3, creation: 6, by_size: 1, layer_norm: 2, batch_norm: 1, attention: 4, noise: 1, masked_sum: 6,
-    causal_scores: 4, transpose: 3, regroup: 4, back: 3, unsqueeze: 2, squeeze: 1, expand: 3, select: 2, cut: 4,
-    features: 1, join: 3, pad: 2, repeat: 1, lookup: 2, gather: 1, by_range: 1, scatter: 2, assign: 2,
-    spoiled: 3, silenced: 5, put_from_the_end: 2,
+    causal_scores: 4, **MOVES, spoiled: 3, silenced: 5, put_from_the_end: 2,
 }  # fmt: skip
 """How often each operator is chosen."""

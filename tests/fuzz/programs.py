@@ -18,8 +18,6 @@ from hypothesis import strategies as st
 
 from tests.fuzz.ops import OPS, SPLITTABLE, Op, namespace
 
-__all__ = ["COLUMNS", "ROUTES", "STATE", "Call", "Program", "Seeded", "choose_program", "module_class", "programs"]
-
 COLUMNS, STATE_ROWS = 4, 8
 STATE: Mapping[str, tuple[int, ...]] = MappingProxyType(
     {"b": (STATE_ROWS, COLUMNS), "c": (COLUMNS,), "w": (COLUMNS, COLUMNS)}
@@ -41,57 +39,48 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a program.
+    """One call of a program."""
 
-    Attributes:
-        mode: the forward context's runtime mode.
-        rows: size of the dynamic dimension.
-        layout: where the inputs lie, see :mod:`tests.fuzz.inputs`.
-        instance: which of two modules of one class is called.
-    """
-
-    mode: str
-    rows: int
-    layout: str = "fresh"
-    instance: int = 0
+    mode: str  #: the forward context's runtime mode
+    rows: int  #: size of the dynamic dimension
+    layout: str = "fresh"  #: where the inputs lie, see :mod:`tests.fuzz.inputs`
+    instance: int = 0  #: which of two modules of one class is called
 
 
-@dataclass(frozen=True)
-class Program:
-    """A function of ``x`` and ``y`` ``[rows, 4]``, ``i`` ``[rows]`` (0 or 1) and its module's :data:`STATE`.
+class Pasteable:
+    """A program that is printed as Python: what builds it again, and its source."""
 
-    Attributes:
-        lines: the function's body.
-        returned: what it returns, as a tuple.
-        calls: how it is called, in order.
-        splitting_ops: the backend's option.
-        outputs: the backend's option.
-        dynamic: whether one graph serves all sizes, or one each.
-        route: ``direct``: its FX graph is handed to the backend; ``dynamo``: through torch.compile; ``graphed``:
-            through graphpass.graphed, padded.
-        padding: what ``graphed`` fills padded rows of ``x`` and ``y`` with.
-    """
-
-    lines: tuple[str, ...]
-    returned: tuple[str, ...]
-    calls: tuple[Call, ...]
-    splitting_ops: tuple[str, ...] = ()
-    outputs: str = "clone"
-    dynamic: bool = True
-    route: str = "direct"
-    padding: str = "zero"
+    def source(self) -> str:
+        """The function as Python."""
+        raise NotImplementedError
 
     def __repr__(self) -> str:
         parts = []
-        for field in fields(self):
+        for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
-            if isinstance(value, tuple) and value:
-                value = "(\n" + "".join(f"        {item!r},\n" for item in value) + "    )"
-            else:
-                value = repr(value)
-            if field.default != getattr(self, field.name):
-                parts.append(f"    {field.name}={value},\n")
-        return f"Program(\n{''.join(parts)})"
+            items = "".join(f"        {item!r},\n" for item in value) if isinstance(value, tuple) else ""
+            if field.default != value:
+                parts.append(f"    {field.name}=" + (f"(\n{items}    ),\n" if items else f"{value!r},\n"))
+        return f"{type(self).__name__}(\n{''.join(parts)})"
+
+    def __str__(self) -> str:
+        return f"{self!r}\n{self.source()}"
+
+
+@dataclass(frozen=True, repr=False)
+class Program(Pasteable):
+    """A function of ``x`` and ``y`` ``[rows, 4]``, ``i`` ``[rows]`` (0 or 1) and its module's :data:`STATE`."""
+
+    lines: tuple[str, ...]  #: the function's body
+    returned: tuple[str, ...]  #: what it returns, as a tuple
+    calls: tuple[Call, ...]  #: how it is called, in order
+    splitting_ops: tuple[str, ...] = ()  #: the backend's option
+    outputs: str = "clone"  #: the backend's option
+    dynamic: bool = True  #: whether one graph serves all sizes, or one each
+    #: ``direct``: its FX graph is handed to the backend; ``dynamo``: through torch.compile; ``graphed``: through
+    #: graphpass.graphed, padded
+    route: str = "direct"
+    padding: str = "zero"  #: what ``graphed`` fills padded rows of ``x`` and ``y`` with
 
     def source(self) -> str:
         """The function as Python."""
@@ -289,13 +278,10 @@ class Seeded:
 
 
 def choose_program(choices: Choices, *, draws: bool = True, routes: Sequence[str] = ROUTES) -> Program:
-    """A program that eager can run.
+    """A program that eager can run; of ``routes`` to compile it each is as likely as often as it stands there.
 
-    Args:
-        choices: who decides.
-        draws: whether it may draw random numbers. AOTAutograd drops draws that nothing reads, so that later ones differ
-            from eager's, with graphpass or without.
-        routes: ways to compile it, each as likely as often as it stands there.
+    Without ``draws`` it draws no random numbers: AOTAutograd drops draws that nothing reads, so that later ones differ
+    from eager's, with graphpass or without.
     """
     route = choices.one_of(routes)
     by_row = route == "graphed"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["PythonProgram", "choose_python_program", "model_class", "scope_of_calls"]
+from tests.fuzz.programs import Pasteable
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -228,27 +228,20 @@ BETWEEN = (
 )
 
 
-@dataclass(frozen=True)
-class PythonProgram:
+@dataclass(frozen=True, repr=False)
+class PythonProgram(Pasteable):
     """A module's ``forward(self, x, y, parts, flag, k, name, i)`` and its calls.
 
     A closure holds ``cell`` and ``shelf``; ``i`` are indices, also negative ones.
-
-    Attributes:
-        lines: the body.
-        returned: what it returns.
-        calls: for each call its arguments, made one after the other: x, y, parts, flag, k, name, i.
-        between: (number of the call before which it runs, statement about ``model``).
-        declared: whether sizes and dimensions are declared.
-        compiler: compiles regions.
     """
 
-    lines: tuple[str, ...]
-    returned: str
+    lines: tuple[str, ...]  #: the body
+    returned: str  #: what it returns
+    #: for each call its arguments, made one after the other: x, y, parts, flag, k, name, i
     calls: tuple[tuple[str, ...], ...]
-    between: tuple[tuple[int, str], ...] = ()
-    declared: bool = False
-    compiler: str = "eager"
+    between: tuple[tuple[int, str], ...] = ()  #: (number of the call before which it runs, statement about ``model``)
+    declared: bool = False  #: whether sizes and dimensions are declared
+    compiler: str = "eager"  #: compiles regions
 
     def source(self) -> str:
         """A function that makes the module's ``forward``, and a function that returns what is held outside of it."""
@@ -260,10 +253,6 @@ class PythonProgram:
             f"        nonlocal cell\n{body}        return {self.returned}\n"
             "    return forward, lambda: {'cell': cell, 'shelf': shelf, 'OUTSIDE': OUTSIDE}\n"
         )
-
-    def __str__(self) -> str:
-        parts = [f"    {field.name}={getattr(self, field.name)!r},\n" for field in dataclasses.fields(self)]
-        return f"PythonProgram(\n{''.join(parts)})\n{self.source()}"
 
 
 def linear(seed: int) -> nn.Linear:

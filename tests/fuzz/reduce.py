@@ -5,21 +5,15 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tests.fuzz.programs import Call, Program
 from tests.fuzz.python_programs import PythonProgram
 
-__all__ = ["kind_of", "reduced"]
+if TYPE_CHECKING:
+    from tests.fuzz.search import Outcome
 
 AnyProgram = TypeVar("AnyProgram", Program, PythonProgram)
-
-
-class Outcome(Protocol):
-    """How a program fared."""
-
-    @property
-    def mismatch(self) -> str | None: ...
 
 
 _LEAST = (("lines", 0), ("between", 0), ("calls", 1), ("returned", 1), ("splitting_ops", 0))

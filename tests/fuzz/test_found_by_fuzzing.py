@@ -81,7 +81,7 @@ def test_an_op_that_writes_to_its_argument_is_captured_by_aot_eager(line: str, m
     outcome = check(program, "aot_eager")
     assert outcome.mismatch is None
     assert outcome.refusal is None
-    assert outcome.replayed
+    assert outcome.replays
 
 
 def plain(rows: tuple[int, ...] = (3,) * 5, index: tuple[str, ...] = ("torch.tensor(-1)",) * 5) -> tuple[Any, ...]:

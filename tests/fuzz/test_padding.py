@@ -35,23 +35,17 @@ FINITE, VISIBLE, SCORES = "padding is finite", "visible real entry", "scores are
 
 @dataclass(slots=True)
 class Tally:
-    """What the search found.
-
-    Attributes:
-        fields: the verdicts of all key fields of all programs.
-        rested: programs with a proved field whose proof states an assumption: padding was neutral to some operator.
-        excused: differences that only contents beyond a proof's stated assumptions make.
-        precise: fields that are not proved, and really differ.
-        wrong: programs that are proved and differ, with what differs.
-    """
+    """What the search found."""
 
     programs: int = 0
-    fields: Counter[Verdict] = field(default_factory=Counter)
+    fields: Counter[Verdict] = field(default_factory=Counter)  #: the verdicts of all key fields of all programs
+    #: differences that only contents beyond a proof's stated assumptions make
     excused: Counter[str] = field(default_factory=Counter)
+    #: programs with a proved field whose proof states an assumption: padding was neutral to some operator
     rested: int = 0
-    precise: int = 0
+    precise: int = 0  #: fields that are not proved, and really differ
     reasons: Counter[str] = field(default_factory=Counter)
-    wrong: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)  #: programs that are proved and differ, with what differs
 
     @property
     def share_proved(self) -> float:

@@ -1,18 +1,14 @@
 """Random Python around the graph, over ``graphed`` and over plain ``torch.compile``, with eager as the oracle.
 
 Whatever a caller can see is what eager leaves, or a typed error says why not. Default runs take the first programs;
-``tox run -e fuzz`` takes all, ``python -m tests.fuzz python 5000 --first 100000`` any. A program that fails is made
-small and printed as Python.
+``tox run -e fuzz`` takes all, ``python -m tests.fuzz python 5000 --first 100000`` any.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
-import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,75 +18,24 @@ from torch import nn
 
 import graphpass as gp
 from tests.fuzz.python_programs import PythonProgram, choose_python_program, model_class, scope_of_calls
-from tests.fuzz.reduce import reduced
+from tests.fuzz.search import Fuzzer, Outcome
 from tests.observed import Observed
 
-LEAST_REPLAYED = 0.5
-_MOST_FAILURES = 3
+pytestmark = pytest.mark.usefixtures("odd_programs_may_warn")
+
 _SIZES, _DIMS = [2, 4, 8], {"x": 0}
-
-
-@dataclass(slots=True)
-class Tally:
-    """What became of some programs.
-
-    Attributes:
-        programs: how many ran.
-        calls: calls that were compared.
-        replayed: programs that replayed a graph.
-        replays: calls that replayed one.
-        refused: typed errors, by their problem.
-        wrong_without_us: programs that torch.compile with another backend gets wrong, too, or cannot run.
-        failures: (program, what is wrong) of the others.
-    """
-
-    programs: int = 0
-    calls: int = 0
-    replayed: int = 0
-    replays: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
-    wrong_without_us: int = 0
-    failures: list[tuple[PythonProgram, str]] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        share = 100 * self.replays / max(1, self.calls)
-        lines = [
-            f"{self.programs} programs, {self.replayed} replayed; {self.calls} calls, {share:.0f} % over a graph; "
-            f"{self.wrong_without_us} programs that torch.compile alone gets wrong",
-            *(f"{n:6} {reason}" for reason, n in self.refused.most_common()),
-        ]
-        return "\n    ".join(lines)
-
-
-@dataclass(slots=True)
-class Outcome:
-    """How one program fared; see :class:`Tally`."""
-
-    calls: int = 0
-    replays: int = 0
-    refusal: str | None = None
-    mismatch: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One side of a comparison.
+    """One side of a comparison."""
 
-    Attributes:
-        model: the program's module.
-        called: what is called in its stead.
-        held: returns the variables outside of it.
-        compiled: makes of a method what a statement between two calls calls.
-        replays: how many calls replayed a graph.
-        last: the tensors of the last result.
-    """
-
-    model: nn.Module
-    called: Callable[..., Any]
-    held: Callable[[], dict[str, Any]]
-    compiled: Callable[[Any], Any]
-    replays: Callable[[], int] = lambda: 0
-    last: list[torch.Tensor] = field(default_factory=list)
+    model: nn.Module  #: the program's module
+    called: Callable[..., Any]  #: what is called in its stead
+    held: Callable[[], dict[str, Any]]  #: returns the variables outside of it
+    compiled: Callable[[Any], Any]  #: makes of a method what a statement between two calls calls
+    replays: Callable[[], int] = lambda: 0  #: how many calls replayed a graph
+    last: list[torch.Tensor] = field(default_factory=list)  #: the tensors of the last result
 
     def observed(self, **more: Any) -> Observed:
         optimizers = [list(optimizer.state.values()) for optimizer in (self.model._sgd, self.model._adam)]
@@ -209,62 +154,24 @@ def _count(replays: Callable[[], int]) -> int:
         return 0
 
 
-def search(route: str, seeds: Iterable[int]) -> Tally:
-    """Run the programs of these seeds, until three have failed."""
-    tally = Tally()
-    for seed in seeds:
-        program = choose_python_program(seed)
-        outcome = check(program, ROUTES[route])
-        tally.programs += 1
-        tally.calls += outcome.calls
-        tally.replays += outcome.replays
-        tally.replayed += outcome.replays > 0
-        if outcome.refusal is not None:
-            tally.refused[outcome.refusal] += 1
-        if outcome.mismatch is not None:
-            if check(program, _over_stock).mismatch is not None:
-                tally.wrong_without_us += 1
-                continue
-            tally.failures.append((program, f"seed {seed}: {outcome.mismatch}"))
-            if len(tally.failures) == _MOST_FAILURES:
-                break
-    return tally
-
-
-def explained(failures: Iterable[tuple[PythonProgram, str]], route: str) -> str:
-    """Each failing program made small, with what is wrong."""
-    texts = []
-    for program, problem in failures:
-        small = reduced(program, lambda smaller: check(smaller, ROUTES[route]))
-        texts.append(f"{problem}\n{check(small, ROUTES[route]).mismatch}\n{small}")
-    return "\n".join(texts)
-
-
-def passes(route: str, seeds: range, capsys: pytest.CaptureFixture[str]) -> None:
-    """Search, say what came of it, and fail on any difference, any untyped error, or too few replays."""
-    tally = search(route, seeds)
-    with capsys.disabled():
-        sys.stdout.write(f"\n{route}, seeds {seeds.start} to {seeds.stop - 1}: {tally}\n")
-    assert not tally.failures, explained(tally.failures, route)
-    assert tally.replayed >= LEAST_REPLAYED * tally.programs, str(tally)
-
-
-@pytest.fixture(autouse=True)
-def odd_programs_may_warn() -> Iterator[None]:
-    """Reading the grad of a leaf, and the like, is what programs are made to do; eager warns of it too."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        yield
+def fuzzer_of(route: str) -> Fuzzer:
+    return Fuzzer(
+        name=route,
+        make=choose_python_program,
+        check=functools.partial(check, route=ROUTES[route]),
+        check_alone=functools.partial(check, route=_over_stock),
+        least_replayed=0.5,
+    )
 
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("first", [0, 40])
 def test_some_programs(route: str, first: int, capsys: pytest.CaptureFixture[str]) -> None:
-    passes(route, range(first, first + 6), capsys)
+    fuzzer_of(route).passes(range(first, first + 6), capsys)
 
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("first", range(1000, 6000, 100))
 def test_many_programs(route: str, first: int, capsys: pytest.CaptureFixture[str]) -> None:
-    passes(route, range(first, first + 100), capsys)
+    fuzzer_of(route).passes(range(first, first + 100), capsys)

@@ -19,8 +19,6 @@ import cgpass
 from tests.fuzz.ops import namespace
 from tests.fuzz.programs import COLUMNS, STATE, Program
 
-__all__ = ["DirectlyCompiled"]
-
 _FEWEST_SYMBOLIC_ROWS = 2
 
 
@@ -73,19 +71,12 @@ class _State:
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """What one trace made: the backend's callable, where its arguments come from, and what it guards.
+    """What one trace made: the backend's callable, where its arguments come from, and what it guards."""
 
-    Attributes:
-        function: takes one argument for each name in ``taken``, after the symbolic size.
-        taken: names of the distinct tensors.
-        environment: the shape environment, with all guards; None where nothing is symbolic.
-        symbol: the number of rows in it.
-    """
-
-    function: Callable[..., Any]
-    taken: tuple[str, ...]
-    environment: ShapeEnv | None
-    symbol: sympy.Symbol | None
+    function: Callable[..., Any]  #: takes one argument for each name in ``taken``, after the symbolic size
+    taken: tuple[str, ...]  #: names of the distinct tensors
+    environment: ShapeEnv | None  #: the shape environment, with all guards; None where nothing is symbolic
+    symbol: sympy.Symbol | None  #: the number of rows in it
 
     def admits(self, rows: int) -> bool:
         """Whether the guards hold for this number of rows."""
