@@ -93,19 +93,13 @@ class Load:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank saw of a step.
+    """What one rank saw of a step."""
 
-    Attributes:
-        ran: (mode, padded tokens, adapters), or (NONE, reason).
-        is_right: the result is that of one rank alone.
-        forwards: of the op in the model's middle; none where it is part of a graph.
-        others_have_work: what ``run_idle`` said; None of a rank with a batch.
-    """
-
-    ran: tuple[Any, ...]
-    is_right: bool
+    ran: tuple[Any, ...]  #: (mode, padded tokens, adapters), or (NONE, reason)
+    is_right: bool  #: the result is that of one rank alone
+    #: of the op in the model's middle; none where it is part of a graph
     forwards: list[tuple[str, int, tuple[int, ...]]]
-    others_have_work: bool | None
+    others_have_work: bool | None  #: what ``run_idle`` said; None of a rank with a batch
 
 
 STEPS: dict[str, tuple[Load | None, ...]] = {

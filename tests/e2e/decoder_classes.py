@@ -27,19 +27,6 @@ from graphpass.text import CausalLM
 from tests.e2e.greedy import Reference, continued
 from tests.e2e.small_decoders import VOCABULARY, decoder_classes, small_decoder
 
-__all__ = [
-    "BUILT",
-    "NAMED_ALONE",
-    "Outcome",
-    "described",
-    "outcomes",
-    "recorded",
-    "rows_of",
-    "table_of_page",
-    "tried",
-    "versions",
-]
-
 PAGE = Path(__file__).parent.parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- decoders: begin -->", "<!-- decoders: end -->"
 BUILT = ("equal", "refused", "different", "untyped", "not given back")
@@ -62,18 +49,13 @@ FIRST_TOKEN = 3
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one class.
+    """What came of one class."""
 
-    Attributes:
-        name: the class.
-        outcome: ``equal``, ``refused``, ``not built``, or a failure of the test: ``different``, ``untyped``,
-            ``not given back``, ``blind`` (equal, but wrong attention would not be seen), ``no answer`` (out of time).
-        sentence: the problem, as the error or the test states it.
-    """
-
-    name: str
+    name: str  #: the class
+    #: ``equal``, ``refused``, ``not built``, or a failure of the test: ``different``, ``untyped``, ``not given back``,
+    #: ``blind`` (equal, but wrong attention would not be seen), ``no answer`` (out of time)
     outcome: str
-    sentence: str = ""
+    sentence: str = ""  #: the problem, as the error or the test states it
 
 
 def prompts() -> list[list[int]]:
@@ -151,13 +133,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def outcomes(names: Sequence[str], *, limit: float = 300.0, each: int = 8) -> Iterator[Outcome]:
-    """Try classes in other processes.
-
-    Args:
-        names: of classes.
-        limit: seconds for one class; a process that needs more is ended.
-        each: classes of one process.
-    """
+    """Try classes, ``each`` in a process, which is ended if one of them takes ``limit`` seconds."""
     left = list(names)
     while left:
         batch = left[:each]

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["VOCABULARY", "decoder_classes", "small_decoder"]
-
 VOCABULARY, WIDTH, MAX_POSITIONS, WINDOW, GAIN = 128, 64, 128, 6, 2
 
 _BY_NAME: dict[str, Any] = {
@@ -78,9 +76,7 @@ def small_decoder(name: str) -> Any:
 def small_config(config_class: type, own: Mapping[str, Any]) -> Any:
     """A config with small sizes and one layer of each kind that the class's default config has, two at least.
 
-    Args:
-        config_class: the class.
-        own: values for this class: they replace the ones by name. A mapping belongs to the sub-config of that name.
+    Values of the class's ``own`` replace the ones by name; a mapping belongs to the sub-config of that name.
     """
     default = config_class()
     values = dict(vars(default))

@@ -200,84 +200,61 @@ def blocks_of(stock: Tower, tower: Any) -> tuple[Any, str]:
     return (tower, "blocks") if stock.has_grids else (tower.encoder, "layers")
 
 
-def pruned(owner: Any, name: str) -> None:
-    setattr(owner, name, getattr(owner, name)[:-1])
+def set_layers(owner: Any, name: str, layers: Any) -> None:
+    setattr(owner, name, torch.nn.ModuleList(layers))
 
 
-def turned_round(owner: Any, name: str) -> None:
-    setattr(owner, name, torch.nn.ModuleList(reversed(getattr(owner, name))))
-
-
-def appended(owner: Any, name: str) -> None:
-    getattr(owner, name).append(getattr(owner, name)[0])
-
-
-def inserted(owner: Any, name: str) -> None:
-    getattr(owner, name).insert(0, getattr(owner, name)[1])
-
-
-def removed(owner: Any, name: str) -> None:
-    del getattr(owner, name)[-1]
-
-
-CHANGES = [pruned, turned_round, appended, inserted, removed]
-IN_EVERY_RUN = [*((CLIP, change) for change in CHANGES), (QWEN3_VL, appended), (QWEN2_5_VL, turned_round)]
+CHANGES: dict[str, Any] = {
+    "pruned": lambda owner, name: setattr(owner, name, getattr(owner, name)[:-1]),
+    "turned_round": lambda owner, name: set_layers(owner, name, reversed(getattr(owner, name))),
+    "appended": lambda owner, name: getattr(owner, name).append(getattr(owner, name)[0]),
+    "inserted": lambda owner, name: getattr(owner, name).insert(0, getattr(owner, name)[1]),
+    "removed": lambda owner, name: getattr(owner, name).__delitem__(-1),
+}
+IN_EVERY_RUN = [*((CLIP, change) for change in CHANGES), (QWEN3_VL, "appended"), (QWEN2_5_VL, "turned_round")]
 
 
 @pytest.mark.parametrize(
     ("stock", "change"),
     [
-        pytest.param(
-            stock,
-            change,
-            marks=() if (stock, change) in IN_EVERY_RUN else pytest.mark.soak,
-            id=f"{change.__name__}-{stock}",
-        )
-        for stock, change in itertools.product(TOWERS, CHANGES)
+        pytest.param(*case, marks=() if case in IN_EVERY_RUN else pytest.mark.soak, id=f"{case[1]}-{case[0]}")
+        for case in itertools.product(TOWERS, CHANGES)
     ],
 )
-def test_another_list_of_blocks_is_followed(stock: Tower, change: Any) -> None:
+def test_another_list_of_blocks_is_followed(stock: Tower, change: str) -> None:
     """Eagerly, and in graphs, which are captured anew."""
     tower = stock.build(CPU, **({"deepstack_visual_indexes": [0]} if stock is QWEN3_VL else {}))
     items = stock.items(tower, [(1, 4, 4), (1, 2, 6)])
     adapter = adapter_for(tower, **stock.options)
     manager = captured(adapter)
     manager.execute(items)
-    change(*blocks_of(stock, tower))
+    CHANGES[change](*blocks_of(stock, tower))
     expected = stock.stock(tower, items)
     assert_same(run_eagerly(adapter, items), expected)
     assert_same(manager.execute(items), expected)
     assert manager.get_cumulative_stats().misses == 0
 
 
-def hooked(tower: Any) -> None:
-    tower.register_forward_hook(lambda module, args, output: output)
-
-
-def hooked_before(tower: Any) -> None:
-    tower.register_forward_pre_hook(lambda module, args: args)
-
-
 def derived(tower: Any) -> None:
-    tower.__class__ = type(
-        "Derived", (type(tower),), {"forward": lambda self, *args: super(type(self), self).forward()}
-    )
+    forward = {"forward": lambda self, *args: super(type(self), self).forward()}
+    tower.__class__ = type("Derived", (type(tower),), forward)
 
 
-def wrapped(tower: Any) -> None:
-    tower.forward = lambda *args: args
-
-
-def attends_otherwise(tower: Any) -> None:
-    tower.config._attn_implementation_internal = "somebodys_own"
+ON_THE_TOWER: dict[str, Any] = {
+    "hooked": lambda tower: tower.register_forward_hook(lambda module, args, output: output),
+    "hooked_before": lambda tower: tower.register_forward_pre_hook(lambda module, args: args),
+    "derived": derived,
+    "wrapped": lambda tower: setattr(tower, "forward", lambda *args: args),
+    "attends_otherwise": lambda tower: setattr(tower.config, "_attn_implementation_internal", "somebodys_own"),
+}
 
 
 @EACH_TOWER
-@pytest.mark.parametrize("change", [hooked, hooked_before, derived, wrapped, attends_otherwise])
-def test_what_sits_on_the_tower_itself_is_refused(stock: Tower, change: Any) -> None:
+@pytest.mark.parametrize("change", ON_THE_TOWER)
+def test_what_sits_on_the_tower_itself_is_refused(stock: Tower, change: str) -> None:
     """The adapter calls its parts, and would leave that out without a word."""
     tower = stock.build(CPU)
-    change(tower)
+    ON_THE_TOWER[change](tower)
     with pytest.raises(gp.errors.EncoderConfigError, match="does not support this tower"):
         adapter_for(tower, **stock.options)
 

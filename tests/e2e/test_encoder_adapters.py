@@ -6,7 +6,7 @@ import functools
 import math
 import operator
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,25 +58,37 @@ def assert_same(found: Sequence[EncoderOutput], expected: Sequence[Result], tole
             assert difference(mine, stock) < tolerance
 
 
-def poisoned(stock: Tower, tower: Any, **options: Any) -> Any:
-    """The tower's adapter, with NaN or another valid index than zero behind the rows of a batch.
+def poison(padding: torch.Tensor) -> torch.Tensor:
+    """NaN, or another valid index than zero."""
+    return torch.full_like(padding, math.nan if padding.is_floating_point() else 1)
 
-    In every buffer but those of pieces, which say which rows those are.
+
+def pad_with(adapter: Any, contents: Callable[[torch.Tensor], torch.Tensor]) -> set[str]:
+    """Put contents behind the rows of each batch, in every buffer but those of pieces, which say which rows those are.
+
+    Returns the names of the buffers that have been filled so far.
     """
-    adapter = adapter_for(tower, **{**stock.options, **options})
     fill, prepare = adapter.prepare_encoder_cudagraph_capture_inputs, adapter.prepare_encoder_cudagraph_replay_buffers
+    filled: set[str] = set()
 
     def prepared(items: Any, key: EncoderGraphKey) -> dict[str, torch.Tensor]:
-        values, full = prepare(items, key), fill(key, torch.device("cpu"), torch.float32)
+        values, full = dict(prepare(items, key)), fill(key, torch.device("cpu"), torch.float32)
         patches = len(values["pixel_values"])
         own = dict.fromkeys(("pixel_values", *getattr(adapter, "patch_keys", ())), patches)
         own |= dict.fromkeys(getattr(adapter, "token_keys", ()), patches * key.tokens // key.patches)
         for name, rows in own.items():
-            full[name][:rows] = values[name][:rows]
-            full[name][rows:] = math.nan if full[name].is_floating_point() else 1
-        return {name: full[name] if name in own else value for name, value in values.items()}
+            values[name] = torch.cat([values[name][:rows], contents(full[name][rows:])])
+            filled.add(name)
+        return values
 
-    adapter.prepare_encoder_cudagraph_replay_buffers = prepared  # type: ignore[method-assign]
+    adapter.prepare_encoder_cudagraph_replay_buffers = prepared
+    return filled
+
+
+def poisoned(stock: Tower, tower: Any, **options: Any) -> Any:
+    """The tower's adapter, with poison behind the rows of a batch."""
+    adapter = adapter_for(tower, **{**stock.options, **options})
+    pad_with(adapter, poison)
     return adapter
 
 
@@ -157,37 +169,22 @@ def test_contents_of_padding_change_no_bit(stock: Tower) -> None:
     tower = stock.build(CPU)
     adapter = adapter_for(tower, **stock.options)
     manager = captured(adapter, token_budgets=budgets_of(stock, adapter)[-1:])
-    prepare = adapter.prepare_encoder_cudagraph_replay_buffers
-    sizes: list[Grid] = [(1, 4, 6), (2, 2, 2), (1, 2, 10)]
-    items = stock.items(tower, sizes)
-    found, seeded, filled = [], torch.Generator().manual_seed(0), set()
-    for contents in ("zero", "random", "poison"):
+    items = stock.items(tower, [(1, 4, 6), (2, 2, 2), (1, 2, 10)])
+    found, seeded = [], torch.Generator().manual_seed(0)
 
-        def prepared(items: Any, key: EncoderGraphKey, contents: str = contents) -> dict[str, torch.Tensor]:
-            values = dict(prepare(items, key))
-            full = adapter.prepare_encoder_cudagraph_capture_inputs(key, torch.device("cpu"), torch.float32)
-            patches = len(values["pixel_values"])
-            own = {"pixel_values": patches, **dict.fromkeys(getattr(adapter, "patch_keys", ()), patches)}
-            own |= dict.fromkeys(getattr(adapter, "token_keys", ()), patches * key.tokens // key.patches)
-            for name, rows in own.items():
-                buffer = full[name].clone()
-                if contents == "zero":
-                    buffer.zero_()
-                elif buffer.is_floating_point():
-                    buffer.copy_(
-                        torch.randn(buffer.shape, generator=seeded) if contents == "random" else buffer * math.nan
-                    )
-                else:
-                    buffer.copy_(
-                        torch.randint(2, buffer.shape, generator=seeded) if contents == "random" else buffer * 0 + 1
-                    )
-                assert rows < len(buffer)
-                buffer[:rows] = values[name][:rows]
-                values[name] = buffer
-                filled.add(name)
-            return values
+    def drawn(padding: torch.Tensor) -> torch.Tensor:
+        if padding.is_floating_point():
+            return torch.randn(padding.shape, generator=seeded)
+        return torch.randint(2, padding.shape, generator=seeded).to(padding.dtype)
 
-        adapter.prepare_encoder_cudagraph_replay_buffers = prepared  # type: ignore[method-assign]
+    kinds = (torch.zeros_like, drawn, poison)
+
+    def contents(padding: torch.Tensor) -> torch.Tensor:
+        assert len(padding)
+        return kinds[len(found)](padding)
+
+    filled = pad_with(adapter, contents)
+    for _ in kinds:
         found.append(results_of(manager.execute(items)))
     assert {"pixel_values", *getattr(adapter, "patch_keys", ()), *getattr(adapter, "token_keys", ())} == filled
     for other in found[1:]:

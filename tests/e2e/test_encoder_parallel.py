@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from graphpass import EncoderCudaGraphManager, EncoderOptions
 from graphpass.encoder import balance_items
 from graphpass.errors import EncoderConfigError
+from tests.e2e.test_encoder_ranks_apart import by_rank
 from tests.unit.encoder import toy
 
 NUM_RANKS = 4
@@ -85,31 +83,20 @@ def refusal_of_another_dtype() -> str:
     return "accepted"
 
 
-def on_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", NUM_RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
-    try:
-        torch.save((*results(dist.group.WORLD), refusal_of_another_dtype()), f"{folder}/{rank}.pt")
-        dist.barrier()
-    finally:
-        with contextlib.suppress(RuntimeError):
-            dist.destroy_process_group()
+def of_rank(_: int) -> Any:
+    return (*results(dist.group.WORLD), refusal_of_another_dtype())
 
 
 def test_four_ranks_have_what_one_has(tmp_path: Path) -> None:
-    # One process imports torch, and ranks are forked from it before it has any thread.
-    multiprocessing.set_forkserver_preload(["graphpass", "torch.distributed", __name__])
-    mp.start_processes(on_rank, args=(str(tmp_path),), nprocs=NUM_RANKS, start_method="forkserver")
+    each_rank = by_rank(tmp_path, of_rank, NUM_RANKS, timeout_s=1800)
     expected, counts_of_one = results(None)
-    by_rank = [torch.load(tmp_path / f"{rank}.pt") for rank in range(NUM_RANKS)]
-    for found, _, refused in by_rank:
+    for found, _, refused in each_rank:
         assert "expected torch.float64; found torch.float32" in refused
         assert len(found) == len(expected)
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0)
     for which in range(2):
-        each = [counts[which] for _, counts, _ in by_rank]
+        each = [counts[which] for _, counts, _ in each_rank]
         assert [sum(values) for values in zip(*each, strict=True)] == list(counts_of_one[which])
     assert any(tensor.any() for result in expected for tensor in result if isinstance(tensor, torch.Tensor))
     shares = [balance_items(sizes, NUM_RANKS).counts for sizes in REQUESTS]

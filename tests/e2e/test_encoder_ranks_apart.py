@@ -88,24 +88,26 @@ def given_other_items(rank: int) -> Any:
     return "accepted", None
 
 
-def on_rank(rank: int, folder: str, of_rank: Any) -> None:
+def on_rank(rank: int, folder: str, of_rank: Any, num_ranks: int, timeout_s: float) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", NUM_RANKS)
-    timeout = datetime.timedelta(seconds=TIMEOUT_S)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timeout)
+    store = dist.FileStore(f"{folder}/store", num_ranks)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
     try:
         torch.save(of_rank(rank), f"{folder}/{rank}.pt")
-        while not all(Path(f"{folder}/{other}.pt").exists() for other in range(NUM_RANKS)):
+        while not all(Path(f"{folder}/{other}.pt").exists() for other in range(num_ranks)):
             time.sleep(0.1)  # a rank that goes early would end the others' waiting
     finally:
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
 
 
-def by_rank(folder: Path, of_rank: Any) -> list[Any]:
-    multiprocessing.set_forkserver_preload(["graphpass", "torch.distributed", __name__])
-    mp.start_processes(on_rank, args=(str(folder), of_rank), nprocs=NUM_RANKS, start_method="forkserver")
-    return [torch.load(folder / f"{rank}.pt") for rank in range(NUM_RANKS)]
+def by_rank(folder: Path, of_rank: Any, num_ranks: int = NUM_RANKS, timeout_s: float = TIMEOUT_S) -> list[Any]:
+    """What ``of_rank(rank)`` returns in each process: one imports torch, and ranks part before it has any thread."""
+    multiprocessing.set_forkserver_preload(["graphpass", "torch.distributed", of_rank.__module__])
+    given = (str(folder), of_rank, num_ranks, timeout_s)
+    mp.start_processes(on_rank, args=given, nprocs=num_ranks, start_method="forkserver")
+    return [torch.load(folder / f"{rank}.pt") for rank in range(num_ranks)]
 
 
 def test_a_capture_is_local_to_its_rank(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,8 @@ import torch
 
 from graphpass.errors import OptionError
 from graphpass.text import CausalLM
+from tests.e2e import greedy
+from tests.e2e.hugging_face import far_from_initial
 
 transformers = pytest.importorskip("transformers")
 
@@ -43,22 +44,13 @@ def made(family: str, **config: Any) -> Any:
     """A small seeded decoder."""
     of_family = getattr(transformers, f"{family}Config")(**{**SMALL, **config})
     model = getattr(transformers, f"{family}ForCausalLM")(of_family)
-    seeded = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in model.parameters():
-            noise = torch.randn(weight.shape, generator=seeded)
-            weight.copy_(noise / math.sqrt(weight.shape[-1]) if weight.dim() > 1 else 1 + 0.2 * noise)
+    far_from_initial(model, fan=lambda weight: weight.shape[-1])
     return model.eval()
 
 
 def continued(model: Any, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
     """Hugging Face's own new tokens, each prompt alone."""
-    found = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
-        found.append(tokens[0, len(prompt) :].tolist())
-    return found
+    return [greedy.continued(model, prompt, count).tokens for prompt in prompts]
 
 
 @pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", pytest.param("FULL", marks=pytest.mark.soak)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from graphpass.keys import CUDAGraphMode
 from graphpass.text import CausalLM, Generation, PagedAttention, PagedRequests, Request
 from graphpass.text.causallm import default_capture_sizes
 from tests.e2e.greedy import NEAR_TIE, Reference, References, continued
+from tests.e2e.hugging_face import far_from_initial
 from tests.unit.engine.test_manager_capture import GrowingRuntime
 
 transformers = pytest.importorskip("transformers")
@@ -52,14 +52,7 @@ def make_model(name: str, device: str = "cpu") -> torch.nn.Module:
     family, config = {**MODELS, **SOFT_CAPPED}[name]
     made = getattr(transformers, f"{family}Config")(**CONFIG, **config)
     model: torch.nn.Module = getattr(transformers, f"{family}ForCausalLM")(made).eval()
-    seeded = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in model.parameters():
-            noise = torch.randn(weight.shape, generator=seeded)
-            if weight.dim() > 1:
-                weight.copy_(noise / math.sqrt(weight.shape[1]))
-            else:
-                weight.add_(0.2 * noise)
+    far_from_initial(model)
     return model.to(device)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,7 +14,20 @@ import torch
 import cgpass
 import graphpass as gp
 from graphpass import BatchDescriptor, CUDAGraphMode
-from tests.e2e.hugging_face import CPU, CPU_BF16, CUDA, SDPA, STOCK, VOCABULARY, Place, Stock, difference
+from graphpass.compile import CompiledRegion
+from tests.e2e.hugging_face import (
+    CPU,
+    CPU_BF16,
+    CUDA,
+    CUDA_F16,
+    SDPA,
+    STOCK,
+    VOCABULARY,
+    Place,
+    Stock,
+    cases,
+    difference,
+)
 
 PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 CAPTURE_SEED, REPLAY_SEED = 1, 2
@@ -26,20 +40,18 @@ def table(*rows: tuple[Sequence[str], str, Place]) -> list[Any]:
     What is in ``rows`` (models, compiler, place) runs by default; the rest takes minutes together: it is the soak's.
     """
     default = {(name, compiler, place) for names, compiler, place in rows for name in names}
-    here = [(compiler, place) for compiler in ("eager", "aot_eager", "inductor") for place in (CPU, CPU_BF16)]
-    cases = []
-    for name, stock in STOCK.items():
-        for compiler, place in here:
-            marks = [] if (name, compiler, place) in default else [pytest.mark.soak]
-            cases.append(pytest.param(stock, compiler, place, marks=marks, id=f"{name}-{compiler}-{place}"))
-        cases.append(pytest.param(stock, "inductor", CUDA, marks=pytest.mark.cuda, id=f"{name}-inductor-{CUDA}"))
-    return cases
+    found = cases(default, STOCK, ("eager", "aot_eager", "inductor"), (CPU, CPU_BF16))
+    return found + [
+        case
+        for name, stock in STOCK.items()
+        for case in cases((), [name], ["inductor"], [CUDA_F16 if stock.depth else CUDA])
+    ]
 
 
-def depth(compiler: str, place: Place) -> int:
+def depth(stock: Stock, compiler: str, place: Place) -> int:
     """Layers of the model: on a CPU, a compiler takes seconds for each of them."""
-    if place is CUDA:
-        return 3
+    if stock.depth or place is CUDA:
+        return stock.depth or 3
     return 2 if (compiler, place) == ("eager", CPU) else 1
 
 
@@ -85,12 +97,13 @@ def sizes_of(key: BatchDescriptor) -> tuple[int, int | None]:
 
 
 @pytest.mark.parametrize(
-    ("stock", "compiler", "place"),
-    table((("llama",), "aot_eager", CPU), (("bert",), "eager", CPU), (("vit",), "eager", CPU_BF16)),
+    ("name", "compiler", "place"),
+    table((("llama", "minilm"), "aot_eager", CPU), (("bert",), "eager", CPU), (("vit",), "eager", CPU_BF16)),
 )
-def test_one_dynamic_compile_agrees_in_every_mode(stock: Stock, compiler: str, place: Place) -> None:
+def test_one_dynamic_compile_agrees_in_every_mode(name: str, compiler: str, place: Place) -> None:
     """NONE at the real sizes, PIECEWISE and FULL at the padded ones."""
-    num_layers = depth(compiler, place)
+    stock = STOCK[name]
+    num_layers = depth(stock, compiler, place)
     model = stock.build(place, num_layers)
     calls: Counter[tuple[CUDAGraphMode, BatchDescriptor]] = Counter()
     with gp.GraphRuntime() as runtime, torch.inference_mode():
@@ -134,10 +147,12 @@ def compiled_for(
     return compiled
 
 
-@pytest.mark.parametrize(("stock", "compiler", "place"), table((("llama", "vit"), "eager", CPU)))
-def test_static_compiles_agree_in_every_mode(stock: Stock, compiler: str, place: Place) -> None:
+@pytest.mark.parametrize(("name", "compiler", "place"), table((("llama", "vit"), "eager", CPU)))
+def test_static_compiles_agree_in_every_mode(name: str, compiler: str, place: Place) -> None:
     """Each size is a callable of its own, with a graph of its own in each mode."""
-    model = stock.build(place, 1)
+    stock = STOCK[name]
+    num_layers = stock.depth or 1
+    model = stock.build(place, num_layers)
     # Each costs a trace, and one compiler at least sees a second one.
     sizes = stock.sizes[:1] if (compiler, place) == ("eager", CPU) else stock.sizes[:2]
     with gp.GraphRuntime() as runtime, torch.inference_mode():
@@ -150,24 +165,24 @@ def test_static_compiles_agree_in_every_mode(stock: Stock, compiler: str, place:
                     with runtime.capturing():
                         agree(compiled(**batches[0]), model(**batches[0]), place)
                     agree(compiled(**batches[1]), model(**batches[1]), place)
-            assert_counts(runtime, f"g{index}", 1, {(PIECEWISE, key): 1, (FULL, key): 1})
+            assert_counts(runtime, f"g{index}", num_layers, {(PIECEWISE, key): 1, (FULL, key): 1})
         assert runtime.stats().callables == len(sizes)
-        assert_split_at_attention(runtime, 1)
+        assert_split_at_attention(runtime, num_layers)
 
 
-@pytest.mark.parametrize(("stock", "compiler", "place"), table((("qwen3", "vit"), "eager", CPU)))
-def test_graphed_full_agrees_at_every_size(stock: Stock, compiler: str, place: Place) -> None:
-    assert_graphed_agrees(stock, compiler, place, FULL)
+@pytest.mark.parametrize(("name", "compiler", "place"), table((("qwen3", "vit"), "eager", CPU)))
+def test_graphed_full_agrees_at_every_size(name: str, compiler: str, place: Place) -> None:
+    assert_graphed_agrees(STOCK[name], compiler, place, FULL)
 
 
-@pytest.mark.parametrize(("stock", "compiler", "place"), table((("llama", "vit"), "eager", CPU)))
-def test_graphed_piecewise_agrees_at_every_size(stock: Stock, compiler: str, place: Place) -> None:
-    assert_graphed_agrees(stock, compiler, place, PIECEWISE)
+@pytest.mark.parametrize(("name", "compiler", "place"), table((("llama", "vit", "minilm"), "eager", CPU)))
+def test_graphed_piecewise_agrees_at_every_size(name: str, compiler: str, place: Place) -> None:
+    assert_graphed_agrees(STOCK[name], compiler, place, PIECEWISE)
 
 
 def assert_graphed_agrees(stock: Stock, compiler: str, place: Place, mode: CUDAGraphMode) -> None:
     """At the sizes of the table, and above the largest key, where it runs without a graph."""
-    num_layers = depth(compiler, place)
+    num_layers = depth(stock, compiler, place)
     model = stock.build(place, num_layers)
     fast = graphed(stock, model, mode, compiler)
     above = (7, *stock.sizes[0][1:])
@@ -183,6 +198,45 @@ def assert_graphed_agrees(stock: Stock, compiler: str, place: Place, mode: CUDAG
             calls[mode, descriptor(dispatcher, size)] += 1
     assert_split_at_attention(fast.runtime, num_layers)
     assert_counts(fast.runtime, "g0", num_layers, calls)
+    assert {counts.warmed for counts in fast.runtime.counts().values()} == {1}
+    fast.close()
+
+
+@contextmanager
+def region_calls() -> Iterator[Counter[str]]:
+    """Count the calls of compiled regions, whoever makes them."""
+    counted: Counter[str] = Counter()
+    call = CompiledRegion.__call__
+
+    def counting(region: CompiledRegion, *args: Any) -> Any:
+        counted["region"] += 1
+        return call(region, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CompiledRegion, "__call__", counting)
+        yield counted
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "place"),
+    [
+        *cases([("bert", PIECEWISE, CPU), ("minilm", PIECEWISE, CPU)], ("bert", "minilm"), (PIECEWISE, FULL), (CPU,)),
+        *cases([], ("minilm",), (PIECEWISE, FULL), (CUDA_F16,)),
+    ],
+)
+def test_no_python_of_a_captured_region_runs_in_a_replay(name: str, mode: CUDAGraphMode, place: Place) -> None:
+    """Each graph takes one warm-up and one recording of each region that it holds; and the example is called once."""
+    stock = STOCK[name]
+    num_layers = stock.depth or 2
+    fast = graphed(stock, stock.build(place, num_layers), mode, "eager")
+    with region_calls() as counted:
+        fast.capture(**stock.batch(place, stock.sizes[-1]))
+    captures, num_regions = fast.runtime.stats().captured, num_layers + 1
+    assert counted["region"] == 2 * captures * (num_regions if mode is FULL else 1) + num_regions
+    with region_calls() as counted:
+        for size in stock.sizes:
+            fast(**stock.batch(place, size))
+    assert counted["region"] == 0
     fast.close()
 
 
@@ -231,7 +285,8 @@ def test_size_one_is_a_callable_of_its_own(name: str, mode: CUDAGraphMode) -> No
 )
 def test_layers_of_one_structure_are_compiled_once(name: str) -> None:
     """The first region, the two between layers, and the last: four regions, three artifacts."""
-    stock, num_layers = STOCK[name], 3
+    stock = STOCK[name]
+    num_layers = stock.depth or 3
     with gp.GraphRuntime() as runtime, torch.inference_mode():
         compiled = compiled_for(stock, stock.build(CPU, num_layers), "eager", runtime, dynamic=True)
         with gp.set_forward_context():
@@ -253,7 +308,7 @@ def test_the_mask_shares_the_declared_dimensions() -> None:
     fast.close()
 
 
-@pytest.mark.parametrize("name", STOCK)
+@pytest.mark.parametrize("name", [name for name, stock in STOCK.items() if not stock.depth])
 def test_masks_and_far_tokens_matter(name: str) -> None:
     """These weights and batches would show a lost mask, a stale row or a token that nobody attends to."""
     stock = STOCK[name]

@@ -5,11 +5,9 @@ At one key, real rows and the slots they write have the same bits over zeros, no
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from torch import nn
 import cgpass
 import graphpass as gp
 from graphpass import BatchDescriptor, CUDAGraphMode
-from tests.e2e.hugging_face import CPU, CPU_BF16, CUDA, CUDA_F32, Place, difference
+from tests.e2e.hugging_face import CPU, CPU_BF16, CUDA, CUDA_F32, Place, cases, difference
 from tests.e2e.padding_contents import FLOAT_KINDS, fill_like
 
 PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
@@ -32,17 +30,12 @@ HISTORY = 2
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Where attention reads, one row a token.
+    """Where attention reads, one row a token."""
 
-    Attributes:
-        cache: keys and values, [layers, 2, slots, width]; behind the live slots lies a scratch page.
-        slots: where the token's request keeps each of its positions, [tokens, length]; scratch where it has none yet.
-        positions: the token's own position, [tokens].
-    """
-
-    cache: torch.Tensor
+    cache: torch.Tensor  #: keys and values, [layers, 2, slots, width]; behind the live slots lies a scratch page
+    #: where the token's request keeps each of its positions, [tokens, length]; scratch where it has none yet
     slots: torch.Tensor
-    positions: torch.Tensor
+    positions: torch.Tensor  #: the token's own position, [tokens]
 
 
 @torch.library.custom_op("graphpass_live_slots_test::paged_attention", mutates_args=())
@@ -203,20 +196,13 @@ def batch(engine: Engine, num_tokens: int) -> tuple[list[tuple[int, int]], torch
     return tokens, rows.to(engine.hidden)
 
 
-def engine_cases() -> list[Any]:
-    """Both modes by default, Inductor and the other dtype in the soak, both dtypes on a GPU."""
-    default = {(mode, "eager", CPU) for mode in (FULL, PIECEWISE)}
-    default |= {(FULL, "aot_eager", CPU_BF16), (PIECEWISE, "aot_eager", CPU)}
-    cases = []
-    for mode, compiler in itertools.product((FULL, PIECEWISE), ("eager", "aot_eager", "inductor")):
-        for place in (CPU, CPU_BF16, CUDA, CUDA_F32):
-            mark = pytest.mark.cuda if place.device == "cuda" else pytest.mark.soak
-            marks = [] if (mode, compiler, place) in default else [mark]
-            cases.append(pytest.param(mode, compiler, place, marks=marks, id=f"{mode}-{compiler}-{place}"))
-    return cases
-
-
-@pytest.mark.parametrize(("mode", "compiler", "place"), engine_cases())
+@pytest.mark.parametrize(
+    ("mode", "compiler", "place"),
+    cases(
+        [(FULL, "eager", CPU), (PIECEWISE, "eager", CPU), (FULL, "aot_eager", CPU_BF16), (PIECEWISE, "aot_eager", CPU)],
+        (FULL, PIECEWISE), ("eager", "aot_eager", "inductor"), (CPU, CPU_BF16, CUDA, CUDA_F32),
+    ),
+)  # fmt: skip
 def test_padding_warm_up_and_capture_write_no_live_slot(mode: CUDAGraphMode, compiler: str, place: Place) -> None:
     """At every size; real tokens write what they write without padding, whatever padded rows hold."""
     engine = Engine(mode, compiler, place)

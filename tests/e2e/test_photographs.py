@@ -12,8 +12,9 @@ import torch
 from graphpass.encoder.adapters import adapter_for
 from graphpass.encoder.manager import EncoderCudaGraphManager
 from graphpass.encoder.options import EncoderOptions
-from tests.e2e.hugging_face import CPU, difference
+from tests.e2e.hugging_face import CPU
 from tests.e2e.photographs import clip_of, cut_photographs, processor_of
+from tests.e2e.test_encoder_adapters import assert_same
 from tests.e2e.towers import EACH_TOWER, QWEN2_5_VL, QWEN3_VL, Tower
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -30,23 +31,12 @@ BATCHES = [
 
 def captured(stock: Tower, tower: Any) -> EncoderCudaGraphManager:
     """Budgets from one photograph to a batch, and no costs: what fits a graph takes it."""
-    adapter = adapter_for(tower, **(stock.options if stock.has_grids else {"max_items": 8}))
-    least = adapter.get_encoder_cudagraph_budget_range()[0]
+    least = adapter_for(tower, **stock.options).get_encoder_cudagraph_budget_range()[0]
     budgets = (16, 48, 96) if stock.has_grids else (least, 3 * least, 8 * least)
-    manager = EncoderCudaGraphManager.from_model(
-        tower,
-        options=EncoderOptions(token_budgets=budgets, compile=False, costs=None),
-        **(stock.options if stock.has_grids else {"max_items": 8}),
-    )
+    options = EncoderOptions(token_budgets=budgets, compile=False, costs=None)
+    manager = EncoderCudaGraphManager.from_model(tower, options=options, **stock.options)
     manager.capture()
     return manager
-
-
-def agree(found: Sequence[Any], expected: Sequence[Sequence[torch.Tensor]]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        parts = (one,) if isinstance(one, torch.Tensor) else one
-        for mine, stock in zip(parts, other, strict=True):
-            assert difference(mine, stock) < CPU.tolerance
 
 
 @pytest.mark.parametrize("counts", BATCHES)
@@ -58,7 +48,7 @@ def test_photographs(stock: Tower, counts: Sequence[int]) -> None:
     shapes = set()
     for count in counts:
         items: Mapping[str, torch.Tensor] = dict(processor(images=cut_photographs(seeded, count), return_tensors="pt"))
-        agree(manager.execute(items), stock.stock(tower, items))
+        assert_same(manager.execute(items), stock.stock(tower, items))
         shapes |= set(map(tuple, items["image_grid_thw"].tolist() if stock.has_grids else []))
     stats = manager.get_cumulative_stats()
     assert (stats.hits, stats.misses) == (sum(counts), 0)
@@ -72,7 +62,7 @@ def test_the_output_of_the_processor_is_accepted_unchanged(stock: Tower) -> None
     manager, processor = captured(stock, tower), processor_of(stock, tower, max_pixels=128 * 128)
     items = processor(images=cut_photographs(random.Random(1), 3), return_tensors="pt")
     assert not isinstance(items, dict)
-    agree(manager.execute(items), stock.stock(tower, items))
+    assert_same(manager.execute(items), stock.stock(tower, items))
     assert manager.get_cumulative_stats().hits == 3
 
 
@@ -93,5 +83,5 @@ def test_clips_of_photographs(stock: Tower) -> None:
         clip = clip_of(frames, processor, tower)
         named = {"pixel_values": clip["pixel_values_videos"], "image_grid_thw": clip["video_grid_thw"]}
         assert clip["video_grid_thw"][0, 0] == num_frames // 2
-        agree(manager.execute(clip), stock.stock(tower, named))
+        assert_same(manager.execute(clip), stock.stock(tower, named))
     assert manager.get_cumulative_stats().misses == 0

@@ -16,7 +16,19 @@ from torch import nn
 
 import graphpass as gp
 from graphpass import CUDAGraphMode
-from tests.e2e.hugging_face import CPU, CPU_BF16, CUDA, CUDA_F32, SDPA, STOCK, VOCABULARY, Place, Stock, difference
+from tests.e2e.hugging_face import (
+    CPU,
+    CPU_BF16,
+    CUDA,
+    CUDA_F32,
+    SDPA,
+    STOCK,
+    VOCABULARY,
+    Place,
+    Stock,
+    cases,
+    difference,
+)
 from tests.e2e.padding_contents import FLOAT_KINDS, INTEGER_KINDS, Contents
 
 PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
@@ -108,16 +120,9 @@ def assert_same_bits(found: Mapping[str, torch.Tensor], expected: Mapping[str, t
 
 def stock_cases(*default: tuple[str, CUDAGraphMode, str, Place]) -> list[Any]:
     """Every model in both modes with every compiler and dtype; ``default`` runs in every test run, the rest is soak."""
-    here = [(compiler, place) for compiler in ("eager", "aot_eager", "inductor") for place in (CPU, CPU_BF16)]
-    there = [("eager", CUDA), ("eager", CUDA_F32), ("inductor", CUDA)]
-    cases = []
-    for name, mode in itertools.product(MODELS, (FULL, PIECEWISE)):
-        for compiler, place in (*here, *there):
-            case = (name, mode, compiler, place)
-            mark = pytest.mark.cuda if place.device == "cuda" else pytest.mark.soak
-            marks = [] if case in default else [mark]
-            cases.append(pytest.param(*case, marks=marks, id="-".join(str(part) for part in case)))
-    return cases
+    here = cases(default, MODELS, (FULL, PIECEWISE), ("eager", "aot_eager", "inductor"), (CPU, CPU_BF16))
+    there = cases((), MODELS, (FULL, PIECEWISE), ("eager",), (CUDA, CUDA_F32))
+    return [*here, *there, *cases((), MODELS, (FULL, PIECEWISE), ("inductor",), (CUDA,))]
 
 
 @pytest.mark.parametrize(
@@ -162,18 +167,9 @@ def test_real_rows_have_the_same_bits_whatever_padding_holds(
     fast.close()
 
 
-def embeds_cases() -> list[Any]:
-    """Both models in both modes; one by default."""
-    default = {("llama-embeds", PIECEWISE, CPU)}
-    cases = []
-    for case in itertools.product(EMBEDS, (FULL, PIECEWISE), (CPU, CUDA)):
-        mark = pytest.mark.cuda if case[2] is CUDA else pytest.mark.soak
-        marks = [] if case in default else [mark]
-        cases.append(pytest.param(*case, marks=marks, id="-".join(str(part) for part in case)))
-    return cases
-
-
-@pytest.mark.parametrize(("name", "mode", "place"), embeds_cases())
+@pytest.mark.parametrize(
+    ("name", "mode", "place"), cases([("llama-embeds", PIECEWISE, CPU)], EMBEDS, (FULL, PIECEWISE), (CPU, CUDA))
+)
 def test_a_mask_alone_does_not_hold_nan_back(
     name: str, mode: CUDAGraphMode, place: Place, zeroing_attention: str
 ) -> None:

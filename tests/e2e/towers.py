@@ -24,21 +24,13 @@ IMAGE = {"image_size": 16, "patch_size": 4}
 
 @dataclass(frozen=True, slots=True)
 class Tower:
-    """One tower class, its tiny configuration, and how its items are made and its results read.
+    """One tower class, its tiny configuration, and how its items are made and its results read."""
 
-    Attributes:
-        name: of the class.
-        family: its module's name in transformers.
-        config: what differs from the configuration's defaults.
-        has_grids: images of any size, in patches with a grid; else all of one size.
-        options: of its adapter.
-    """
-
-    name: str
-    family: str
-    config: Mapping[str, Any]
-    has_grids: bool
-    options: Mapping[str, Any]
+    name: str  #: of the class
+    family: str  #: its module's name in transformers
+    config: Mapping[str, Any]  #: what differs from the configuration's defaults
+    has_grids: bool  #: images of any size, in patches with a grid; else all of one size
+    options: Mapping[str, Any]  #: of its adapter
 
     def __str__(self) -> str:
         return self.family

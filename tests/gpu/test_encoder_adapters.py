@@ -17,6 +17,7 @@ from graphpass.encoder.manager import EncoderCudaGraphManager
 from graphpass.encoder.options import EncoderOptions
 from tests.e2e.hugging_face import CUDA, CUDA_F32, Place, difference
 from tests.e2e.photographs import cut_photographs, processor_of
+from tests.e2e.test_encoder_adapters import assert_same
 from tests.e2e.towers import EACH_TOWER, QWEN3_VL, Tower
 from tests.unit.encoder.test_encoder_attention import padded_pieces
 
@@ -39,13 +40,6 @@ def budgets_of(stock: Tower, tower: Any) -> Sequence[int]:
         return BUDGETS
     rows = adapter_for(tower, **stock.options).get_encoder_cudagraph_budget_range()[0]
     return (rows, 3 * rows, 6 * rows)
-
-
-def agree(found: Sequence[Any], expected: Sequence[Sequence[torch.Tensor]], tolerance: float) -> None:
-    for one, other in zip(found, expected, strict=True):
-        parts = (one,) if isinstance(one, torch.Tensor) else one
-        for mine, stock in zip(parts, other, strict=True):
-            assert difference(mine, stock) < tolerance
 
 
 @pytest.mark.parametrize("head_dim", [8, 20, 72, 80, 128, 256])
@@ -85,7 +79,7 @@ def test_random_sets(stock: Tower, place: Place, seeds: range) -> None:
     for seed in seeds:
         sizes = stock.random_sizes(random.Random(seed))
         items = stock.items(tower, sizes, seed)
-        agree(manager.execute(items), stock.stock(tower, items), place.tolerance)
+        assert_same(manager.execute(items), stock.stock(tower, items), place.tolerance)
         num_items += len(sizes)
     stats = manager.get_cumulative_stats()
     assert stats.hits + stats.misses == num_items
@@ -100,7 +94,7 @@ def test_compiled_once_by_inductor(stock: Tower) -> None:
     manager = captured(stock, tower, budgets_of(stock, tower), compile=True, costs="measured")
     for seed in range(4):
         items = stock.items(tower, stock.random_sizes(random.Random(seed)), seed)
-        agree(manager.execute(items), stock.stock(tower, items), CUDA.tolerance)
+        assert_same(manager.execute(items), stock.stock(tower, items), CUDA.tolerance)
     assert manager.runtime.compiled() == 1
     assert len(manager.runtime.callables()) == 1
     manager.clear()
@@ -117,6 +111,6 @@ def test_photographs(place: Place) -> None:
         images = processor(images=cut_photographs(seeded, count), return_tensors="pt")
         items = {"pixel_values": images["pixel_values"].to(place.device, place.dtype)}
         items["image_grid_thw"] = images["image_grid_thw"]
-        agree(manager.execute(items), QWEN3_VL.stock(tower, items), place.tolerance)
+        assert_same(manager.execute(items), QWEN3_VL.stock(tower, items), place.tolerance)
     assert manager.get_cumulative_stats().replays > 0
     manager.clear()
