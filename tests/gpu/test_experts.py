@@ -7,6 +7,7 @@ import torch
 
 from graphpass.text import experts as experts_op
 from graphpass.text.experts import expert_linear
+from tests.gpu.shared import graph_of
 from tests.unit.text.test_experts import by_definition
 
 pytestmark = pytest.mark.cuda
@@ -32,18 +33,12 @@ def test_a_graph_computes_the_experts_of_other_tokens(
 
     weight, bias = drawn(16, 96, width), drawn(16, 96)
     x, experts = drawn(tokens, width), torch.zeros(tokens, 4, dtype=torch.int64, device="cuda")
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        expert_linear(x, experts, weight, bias, False)
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        found = expert_linear(x, experts, weight, bias, False)
-    for _ in range(3):
-        x.copy_(drawn(tokens, width))
-        experts.random_(16, generator=seeded)
-        graph.replay()
-        expected = by_definition(x.float(), experts, weight.float(), bias.float(), False)
-        torch.testing.assert_close(found.float(), expected, **CLOSE.get(dtype, {"rtol": 1e-4, "atol": 1e-4}))
+    with graph_of(lambda: expert_linear(x, experts, weight, bias, False)) as (graph, found):
+        for _ in range(3):
+            x.copy_(drawn(tokens, width))
+            experts.random_(16, generator=seeded)
+            graph.replay()
+            expected = by_definition(x.float(), experts, weight.float(), bias.float(), False)
+            torch.testing.assert_close(found.float(), expected, **CLOSE.get(dtype, {"rtol": 1e-4, "atol": 1e-4}))
     is_hopper = torch.cuda.get_device_capability()[0] == 9
     assert bool(kernels) == (is_hopper and dtype is torch.bfloat16 and width == 64)

@@ -15,60 +15,32 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import cgpass
-import graphpass
 import graphpass as gp
-from graphpass.capture import CapturePolicy
 from graphpass.compat import operators
+from tests.gpu.shared import COMPILERS, FULL, PIECEWISE, call, capture, fresh_op, wrap
 from tests.unit.engine.models import Attends
 
 pytestmark = pytest.mark.cuda
 
-FULL, PIECEWISE = gp.CUDAGraphMode.FULL, gp.CUDAGraphMode.PIECEWISE
-KEY = gp.BatchDescriptor(8)
-COMPILERS = pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
 MODES = pytest.mark.parametrize("mode", [FULL, PIECEWISE], ids=str)
 
 
-def wrap(runnable: Callable[..., Any], runtime: gp.GraphRuntime, *, mode: Any = FULL, **given: Any) -> Any:
-    roles = {name: given.pop(name) for name in ("static_inputs", "mutated_inputs") if name in given}
-    return gp.CUDAGraphWrapper(runnable, mode, runtime=runtime, name="f", policy=CapturePolicy(**given), **roles)
-
-
-def call(wrapper: Any, *args: Any, mode: Any = FULL, **context: Any) -> Any:
-    with torch.no_grad(), gp.set_forward_context(runtime_mode=mode, batch_descriptor=KEY, **context):
-        return wrapper(*args)
-
-
-def capture(runtime: gp.GraphRuntime, wrapper: Any, *args: Any, **context: Any) -> Any:
-    with runtime.capturing():
-        return call(wrapper, *args, **context)
-
-
-@torch.library.custom_op("graphpass_gpu_guards::scaled", mutates_args=())
+@fresh_op("graphpass_gpu_guards::scaled")
 def scaled(x: torch.Tensor) -> torch.Tensor:
     """Reads Python state that a graph freezes."""
     return x * SCALE[0]
 
 
-scaled.register_fake(torch.empty_like)
-
-
-@torch.library.custom_op("graphpass_gpu_guards::split", mutates_args=())
+@fresh_op("graphpass_gpu_guards::split")
 def split(x: torch.Tensor) -> torch.Tensor:
     return x.flip(0)
 
 
-split.register_fake(torch.empty_like)
-
-
-@torch.library.custom_op("graphpass_gpu_guards::fails", mutates_args=())
+@fresh_op("graphpass_gpu_guards::fails")
 def fails(x: torch.Tensor) -> torch.Tensor:
     if TROUBLE:
         TROUBLE[-1](x)
     return x.clone()
-
-
-fails.register_fake(torch.empty_like)
 
 
 SCALE: list[float] = [1.0]
@@ -97,10 +69,10 @@ def test_debug_runs_what_a_graph_froze(cuda: torch.device, compiler: str, mode: 
     with gp.GraphRuntime() as runtime:
         SCALE[0] = 1.0
         fast = compiled(model, runtime, compiler, debug=True)
-        capture(runtime, fast, x, mode=mode)
+        capture(runtime, fast, 8, x, mode=mode)
         SCALE[0] = 3.0
         with torch.no_grad():
-            torch.testing.assert_close(call(fast, x, mode=mode), model(x), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(call(fast, 8, x, mode=mode), model(x), atol=1e-4, rtol=1e-4)
 
 
 @COMPILERS
@@ -110,24 +82,24 @@ def test_compare_names_the_region(cuda: torch.device, compiler: str, mode: Any) 
     with gp.GraphRuntime() as runtime:
         SCALE[0] = 1.0
         fast = compiled(model, runtime, compiler, compare=True)
-        capture(runtime, fast, x, mode=mode)
+        capture(runtime, fast, 8, x, mode=mode)
         for _ in range(3):
             x = torch.randn(8, 16, device=cuda)
             with torch.no_grad():
-                torch.testing.assert_close(call(fast, x, mode=mode), model(x), atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(call(fast, 8, x, mode=mode), model(x), atol=1e-4, rtol=1e-4)
         SCALE[0] = 3.0
         with pytest.raises(gp.errors.MismatchError, match=r"output 0 of g\d+\.r2 differs in a replay.*row 0"):
-            call(fast, x, mode=mode)
+            call(fast, 8, x, mode=mode)
 
 
 def test_a_view_that_is_alive_is_reported_and_overwritten(cuda: torch.device, caplog: pytest.LogCaptureFixture) -> None:
     with gp.GraphRuntime() as runtime, caplog.at_level(logging.WARNING, "graphpass"):
         wrapper = wrap(lambda x: x + 1, runtime, outputs="view", debug=True)
         x = torch.zeros(8, device=cuda)
-        capture(runtime, wrapper, x)
-        kept = call(wrapper, x)
+        capture(runtime, wrapper, 8, x)
+        kept = call(wrapper, 8, x)
         for _ in range(3):
-            call(wrapper, x + 5)
+            call(wrapper, 8, x + 5)
         assert "output 0 of f: a view is still held after a later replay overwrote it" in caplog.text
         assert torch.equal(kept, torch.full((8,), 6.0, device=cuda))
 
@@ -136,13 +108,13 @@ def test_what_the_context_hands_over_is_checked(cuda: torch.device) -> None:
     with gp.GraphRuntime() as runtime:
         wrapper = wrap(lambda x: x[gp.get_forward_context().slot_mapping] * gp.get_forward_context().extra, runtime)
         x, slots = torch.randn(8, device=cuda), torch.arange(8, device=cuda)
-        capture(runtime, wrapper, x, slot_mapping=slots, extra=2)
+        capture(runtime, wrapper, 8, x, slot_mapping=slots, extra=2)
         slots.copy_(slots.flip(0))
-        assert torch.equal(call(wrapper, x, slot_mapping=slots, extra=2), x.flip(0) * 2)
+        assert torch.equal(call(wrapper, 8, x, slot_mapping=slots, extra=2), x.flip(0) * 2)
         with pytest.raises(gp.errors.StaticInputError, match="slot_mapping"):
-            call(wrapper, x, slot_mapping=slots.clone(), extra=2)
+            call(wrapper, 8, x, slot_mapping=slots.clone(), extra=2)
         with pytest.raises(gp.errors.CaptureError, match=r"extra of the forward context.*expected 2; found 3"):
-            call(wrapper, x, slot_mapping=slots, extra=3)
+            call(wrapper, 8, x, slot_mapping=slots, extra=3)
 
 
 def out_of_memory(x: torch.Tensor) -> None:
@@ -153,20 +125,13 @@ def interrupt(_x: torch.Tensor) -> None:
     raise KeyboardInterrupt
 
 
+is_recording = torch.cuda.is_current_stream_capturing
 FAILURES: dict[str, tuple[Callable[[torch.Tensor], Any], Any, str]] = {
     "out of memory": (out_of_memory, gp.errors.CaptureError, "OutOfMemoryError"),
     "exception": (lambda x: 1 / 0, gp.errors.CaptureError, "ZeroDivisionError"),
     "interrupt": (interrupt, KeyboardInterrupt, ""),
-    "host read": (
-        lambda x: x.sum().item() if torch.cuda.is_current_stream_capturing() else None,
-        gp.errors.CaptureError,
-        "",
-    ),
-    "synchronize": (
-        lambda x: torch.cuda.synchronize() if torch.cuda.is_current_stream_capturing() else None,
-        gp.errors.CaptureError,
-        "",
-    ),
+    "host read": (lambda x: is_recording() and x.sum().item(), gp.errors.CaptureError, ""),
+    "synchronize": (lambda x: is_recording() and torch.cuda.synchronize(), gp.errors.CaptureError, ""),
 }
 
 
@@ -180,7 +145,7 @@ def test_a_failed_capture_gives_everything_back(cuda: torch.device, failure: str
         fast = compiled(model, runtime, compiler)
         with torch.no_grad():
             want = fast(x)
-        capture(runtime, fast, x, mode=mode)
+        capture(runtime, fast, 8, x, mode=mode)
         runtime.close()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -188,7 +153,7 @@ def test_a_failed_capture_gives_everything_back(cuda: torch.device, failure: str
         TROUBLE.append(trouble)
         try:
             with pytest.raises(kind) as raised:
-                capture(runtime, fast, x, mode=mode)
+                capture(runtime, fast, 8, x, mode=mode)
         finally:
             TROUBLE.clear()
         if kind is gp.errors.CaptureError:
@@ -202,8 +167,8 @@ def test_a_failed_capture_gives_everything_back(cuda: torch.device, failure: str
             assert runtime.buffer_bytes() == buffers
         with torch.no_grad():
             torch.testing.assert_close(fast(x), want)
-        capture(runtime, fast, x, mode=mode)
-        torch.testing.assert_close(call(fast, x, mode=mode), want)
+        capture(runtime, fast, 8, x, mode=mode)
+        torch.testing.assert_close(call(fast, 8, x, mode=mode), want)
 
 
 @COMPILERS
@@ -231,7 +196,7 @@ def test_padding_is_proved(cuda: torch.device, mode: str, compiler: str) -> None
 
 
 def test_the_launch_of_a_graph_lies_in_the_range_of_its_key(cuda: torch.device, tmp_path: Path) -> None:
-    fast = graphpass.graphed(torch.nn.Linear(8, 8).to(cuda), [4], {"input": 0})
+    fast = gp.graphed(torch.nn.Linear(8, 8).to(cuda), [4], {"input": 0})
     x = torch.randn(4, 8, device=cuda)
     fast.capture(x)
     fast(x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,18 +12,18 @@ import pytest
 import torch
 from torch import nn
 
-from graphpass import Batch, CudagraphDispatcher, CudaGraphManager, CUDAGraphMode, InputSpec
+from graphpass import Batch, CudaGraphManager, CUDAGraphMode
 from graphpass.errors import CaptureError, OptionError, ShapeError
 from graphpass.regions import register_padding_rule
+from tests.gpu import shared
+from tests.gpu.shared import COMPILERS, ROWS, WIDTH, fresh_op
+from tests.gpu.shared import rows_of as rows
 from tests.unit.engine.managed import NUM_SLOTS, Attends, SlotBuilder
 
 pytestmark = pytest.mark.cuda
 
-FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
-WIDTH, LARGEST = 64, 10
-SIZES = (2, 4, 8)
-X = InputSpec("x", (LARGEST, WIDTH), torch.float32)
-COMPILERS = pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+LARGEST, SIZES = ROWS, (2, 4, 8)
+managed = functools.partial(shared.managed, device="cuda")
 MODES = pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"])
 
 
@@ -39,19 +40,11 @@ class Rows(nn.Module):
 
 
 @contextlib.contextmanager
-def managed(model: Any, mode: str = "FULL", sizes: Sequence[int] = SIZES, **given: Any) -> Iterator[CudaGraphManager]:
-    """A manager, closed at the end: nothing of its pool is left."""
-    dispatcher = CudagraphDispatcher(mode, sizes, max_num_reqs=LARGEST)
-    given = {"compiler": "eager", "on_fallback": "silent", "device": "cuda", "inputs": [X], **given}
-    manager = CudaGraphManager(model, dispatcher, **given)
-    try:
-        yield manager
-    finally:
-        manager.close()
-
-
-def rows(num_tokens: int) -> torch.Tensor:
-    return torch.randn(num_tokens, WIDTH, generator=torch.Generator().manual_seed(num_tokens)).cuda()
+def captured_rows(mode: str = "FULL", **given: Any) -> Iterator[tuple[CudaGraphManager, Rows]]:
+    model = Rows().eval().cuda()
+    with managed(model, mode, **given) as manager:
+        manager.capture()
+        yield manager, model
 
 
 def run(manager: CudaGraphManager, x: torch.Tensor, **given: Any) -> Any:
@@ -114,9 +107,7 @@ def test_attention_keeps_what_it_keeps_without_graphs_and_padding(mode: str, com
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 def test_a_step_waits_for_nothing_on_the_host(mode: str, cuda: torch.device) -> None:
-    model = Rows().eval().to(cuda)
-    with managed(model, mode) as manager:
-        manager.capture()
+    with captured_rows(mode) as (manager, model):
         batches = [(num_tokens, rows(num_tokens)) for num_tokens in (3, 8, 1, 4)]
         run(manager, rows(2))
         torch.cuda.synchronize()
@@ -131,9 +122,7 @@ def test_a_step_waits_for_nothing_on_the_host(mode: str, cuda: torch.device) -> 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 def test_steps_take_no_memory(mode: str, cuda: torch.device) -> None:
-    model = Rows().eval().to(cuda)
-    with managed(model, mode) as manager:
-        manager.capture()
+    with captured_rows(mode) as (manager, _):
         inputs = [rows(num_tokens) for num_tokens in range(1, 9)]
         for x in inputs:
             run(manager, x)
@@ -166,9 +155,7 @@ def test_results_of_all_sizes_lie_in_the_same_buffers_outside_of_the_pool(mode: 
 
 
 def test_steps_on_several_streams_follow_each_other(cuda: torch.device) -> None:
-    model = Rows().eval().to(cuda)
-    with managed(model) as manager:
-        manager.capture()
+    with captured_rows() as (manager, model):
         streams = [torch.cuda.Stream() for _ in range(3)]
         inputs = [rows(n % 8 + 1) for n in range(24)]
         torch.cuda.synchronize()
@@ -184,9 +171,7 @@ def test_steps_on_several_streams_follow_each_other(cuda: torch.device) -> None:
 
 
 def test_capture_keeps_to_max_bytes(cuda: torch.device) -> None:
-    model = Rows().eval().to(cuda)
-    with managed(model) as manager:
-        manager.capture()
+    with captured_rows() as (manager, model):
         whole = manager.stats().pool_bytes
         manager.close()
         manager.capture(max_bytes=whole)
@@ -219,9 +204,7 @@ def test_close_gives_the_pool_back_and_it_can_be_captured_again(cuda: torch.devi
 
 
 def test_replaced_weights_are_noticed(cuda: torch.device) -> None:
-    model = Rows().eval().to(cuda)
-    with managed(model, "FULL_AND_PIECEWISE") as manager:
-        manager.capture()
+    with captured_rows("FULL_AND_PIECEWISE") as (manager, model):
         for _ in range(3):
             model.layers[0].weight = nn.Parameter(torch.randn(2 * WIDTH, WIDTH, device=cuda))
             assert_right(manager, model)
@@ -232,9 +215,7 @@ def test_replaced_weights_are_noticed(cuda: torch.device) -> None:
 
 
 def test_autocast_is_refused_by_name(cuda: torch.device) -> None:
-    model = Rows().eval().to(cuda)
-    with managed(model) as manager:
-        manager.capture()
+    with captured_rows() as (manager, model):
         with torch.autocast("cuda", dtype=torch.bfloat16), pytest.raises(CaptureError, match="autocast changed"):
             run(manager, rows(3))
         assert_right(manager, model)
@@ -252,9 +233,7 @@ def test_random_numbers_follow_the_seed(cuda: torch.device) -> None:
 
 
 def test_bad_input_is_refused_and_the_next_batch_is_right(cuda: torch.device) -> None:
-    model = Rows().eval().to(cuda)
-    with managed(model) as manager:
-        manager.capture()
+    with captured_rows() as (manager, model):
         bad = ({}, {"y": rows(3)}, {"x": rows(3), "y": rows(3)}, {"x": rows(4)}, {"x": rows(1)})
         for inputs in (*bad, {"x": rows(3).cpu()}, {"x": rows(3).half()}, {"x": rows(3)[:, :5]}):
             before = manager.buffers["x"].clone()
@@ -278,12 +257,9 @@ class ReadsOnHost(nn.Module):
         return torch.ops.graphpass_gpu_manager.scaled_by_largest(x * 2) + 1
 
 
-@torch.library.custom_op("graphpass_gpu_manager::scaled_by_largest", mutates_args=())
+@fresh_op("graphpass_gpu_manager::scaled_by_largest")
 def scaled_by_largest(x: torch.Tensor) -> torch.Tensor:
     return x * float(x.isfinite().all())
-
-
-scaled_by_largest.register_fake(torch.empty_like)
 
 
 register_padding_rule("graphpass_gpu_manager::scaled_by_largest", lambda call: call.tensor("x"))
@@ -305,9 +281,6 @@ def test_an_op_that_waits_for_the_device_stays_eager_where_it_is_listed(cuda: to
 
 
 def test_a_batch_without_a_graph_says_why(cuda: torch.device, caplog: pytest.LogCaptureFixture) -> None:
-    model = Rows().eval().to(cuda)
-    with managed(model, on_fallback="warn") as manager:
-        manager.capture()
-        with caplog.at_level(logging.WARNING, "graphpass"):
-            assert_right(manager, model, [9, 9])
+    with captured_rows(on_fallback="warn") as (manager, model), caplog.at_level(logging.WARNING, "graphpass"):
+        assert_right(manager, model, [9, 9])
     assert sum("above the largest key" in record.getMessage() for record in caplog.records) == 1

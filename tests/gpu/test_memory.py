@@ -14,6 +14,7 @@ import graphpass as gp
 from graphpass import CudagraphDispatcher, CudaGraphManager, CUDAGraphMode, InputSpec
 from graphpass.report.drawing import print_parts
 from graphpass.text import CausalLM
+from tests.gpu.shared import private_segments
 
 pytestmark = [pytest.mark.cuda, pytest.mark.alone]
 
@@ -67,14 +68,8 @@ def pictures() -> CudaGraphManager:
 
 def llama() -> CudaGraphManager:
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        vocab_size=8000,
-    )
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "vocab_size": 8000}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=4)
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).half().cuda().eval()
     lm = CausalLM(model, max_num_reqs=128, max_num_tokens=512, max_seq_len=512, capture_sizes=SIZES, compiler="eager")
@@ -90,14 +85,6 @@ def no_segment_left(cuda: torch.device) -> Iterator[None]:
     before = private_segments()
     yield
     assert private_segments() - before == set()
-
-
-def private_segments() -> set[tuple[tuple[int, int], int]]:
-    return {
-        (tuple(segment["segment_pool_id"]), segment["address"])
-        for segment in torch.cuda.memory_snapshot()
-        if tuple(segment["segment_pool_id"]) != (0, 0)
-    }
 
 
 def free_bytes() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -13,10 +14,12 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from graphpass import Batch, CudagraphDispatcher, CudaGraphManager, InputSpec
+from graphpass import Batch, CudaGraphManager
 from graphpass.errors import CaptureError, OffloadError
 from graphpass.offload import WeightOffloader
 from graphpass.regions import register_padding_rule
+from tests.gpu import shared
+from tests.gpu.shared import fresh_op, rows_of
 
 pytestmark = pytest.mark.cuda
 
@@ -64,25 +67,18 @@ def managed(
     model: Any, offloader: WeightOffloader, mode: str, *, largest: int = LARGEST, width: int = WIDTH, **options: Any
 ) -> Iterator[CudaGraphManager]:
     """A captured manager, closed at the end."""
-    dispatcher = CudagraphDispatcher(mode, [s for s in (*SIZES, largest) if s != LARGEST], max_num_reqs=largest)
-    inputs = [InputSpec("x", (largest, width), torch.float32)]
-    options = {"compiler": "eager", "on_fallback": "silent", **options}
-    manager = CudaGraphManager(model, dispatcher, inputs, offloader=offloader, **options)
-    try:
+    sizes = [size for size in (*SIZES, largest) if size != LARGEST]
+    with shared.managed(model, mode, sizes, rows=largest, width=width, offloader=offloader, **options) as manager:
         if manager.needs_capture():
             manager.capture()
         yield manager
-    finally:
-        manager.close()
 
 
-def rows(num_tokens: int, width: int = WIDTH) -> torch.Tensor:
-    return torch.randn(num_tokens, width, generator=torch.Generator().manual_seed(num_tokens)).cuda()
+rows = functools.partial(rows_of, width=WIDTH)
 
 
 def run(manager: CudaGraphManager, x: torch.Tensor, *, uniform: bool = False) -> torch.Tensor:
-    batch = Batch(len(x), inputs={"x": x}, num_reqs=len(x), uniform_decode=uniform)
-    result: torch.Tensor = manager.run(batch)
+    result: torch.Tensor = manager.run(Batch(len(x), inputs={"x": x}, num_reqs=len(x), uniform_decode=uniform))
     return result.clone()
 
 
@@ -148,7 +144,7 @@ def test_a_quarter_of_the_weights_is_in_device_memory(mode: str, cuda: torch.dev
     model.last.to(cuda)
     with managed(model, offloader, mode, width=width) as manager:
         for num_tokens in (3, 8, 9):
-            run(manager, rows(num_tokens, width))
+            run(manager, rows(num_tokens, width=width))
         # The first and last layer, inputs, results, and the workspaces of matrix products.
         assert torch.cuda.memory_allocated() - before < num_bytes / 4 + slack < num_bytes / 2
         places = {weight.data_ptr() for weight in model.layers.parameters()}
@@ -175,7 +171,7 @@ def beside_kernels(prof: profile) -> tuple[int, int]:
 def test_copies_run_beside_kernels(mode: str, cuda: torch.device) -> None:
     width, largest = 1024, 2048
     model, _, offloader = offloaded(cuda, width=width)
-    x = rows(largest, width)
+    x = rows(largest, width=width)
     with managed(model, offloader, mode, largest=largest, width=width) as manager:
         run(manager, x)
         torch.cuda.synchronize()
@@ -213,14 +209,13 @@ def test_after_a_failed_capture_forwards_are_right(cuda: torch.device) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.ops.graphpass_gpu_offload.fails(x)
 
-    @torch.library.custom_op("graphpass_gpu_offload::fails", mutates_args=())
+    @fresh_op("graphpass_gpu_offload::fails")
     def fails(x: torch.Tensor) -> torch.Tensor:
         calls.append(torch.cuda.is_current_stream_capturing())
         if calls[-1]:
             raise ArithmeticError("while it was recorded")
         return x.clone()
 
-    fails.register_fake(torch.empty_like)
     register_padding_rule("graphpass_gpu_offload::fails", lambda call: call.tensor("x"))
     model.layers[4].norm = nn.Sequential(model.layers[4].norm, Reads())
     with pytest.raises(CaptureError, match="while it was recorded"), managed(model, offloader, "FULL"):

@@ -12,6 +12,7 @@ import graphpass as gp
 from graphpass import AttentionSupport, BatchDescriptor, CUDAGraphMode
 from graphpass.text import PagedRequests
 from graphpass.text.paged.kernels import fault_in_place
+from tests.gpu.shared import graph_of
 from tests.unit.text.paged_reference import (
     Heads,
     Paged,
@@ -114,23 +115,15 @@ def test_a_captured_op_follows_its_refilled_metadata(
             for n, (layer, out) in enumerate(zip(inputs, outs, strict=True)):
                 torch.ops.graphpass.paged_attention(layer.query, layer.key, layer.value, out, n, paged.heads.scale, -1)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        layers()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            layers()
-    torch.cuda.current_stream().wait_stream(stream)
-    for counts in query_lens:
-        step, tensors = paged.grow(requests[: len(counts)], counts)
-        assert paged.attention.build(step, key) is metadata
-        for layer, given in zip(inputs, tensors, strict=True):
-            for name in ("query", "key", "value"):
-                getattr(layer, name).copy_(Paged.padded(getattr(given, name), key.num_tokens, 7.5))
-        graph.replay()
-        assert_right(outs, tensors)
-    graph.reset()
+    with graph_of(layers) as (graph, _):
+        for counts in query_lens:
+            step, tensors = paged.grow(requests[: len(counts)], counts)
+            assert paged.attention.build(step, key) is metadata
+            for layer, given in zip(inputs, tensors, strict=True):
+                for name in ("query", "key", "value"):
+                    getattr(layer, name).copy_(Paged.padded(getattr(given, name), key.num_tokens, 7.5))
+            graph.replay()
+            assert_right(outs, tensors)
 
 
 def test_tables_reach_the_gpu_although_the_host_goes_on(cuda: torch.device) -> None:

@@ -33,7 +33,7 @@ class Rows(nn.Module):
 
 
 class Counted(Rows):
-    """It counts its calls. Not for threads: a call of one would change the count between the runs of another's check."""
+    """It counts its calls. Not for threads: one would change the count between the runs of another's check."""
 
     def __init__(self) -> None:
         super().__init__()

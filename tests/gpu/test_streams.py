@@ -5,8 +5,8 @@ A long wait is enqueued in front of what a replay reads, so that work which does
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,6 +15,8 @@ from torch import nn
 
 import cgpass
 import graphpass as gp
+from tests.gpu.shared import call, fresh_op
+from tests.threads import in_threads
 
 pytestmark = pytest.mark.cuda
 
@@ -22,16 +24,12 @@ SPLIT = "graphpass_gpu_streams::flipped"
 ROWS, WIDTH = 64, 256
 SLEEP_CYCLES = 20_000_000
 """About ten milliseconds: far longer than a forward, so that whatever does not wait comes first."""
-WAYS = ["FULL", "PIECEWISE", "graphed"]
 Call = Callable[[torch.Tensor], torch.Tensor]
 
 
-@torch.library.custom_op(SPLIT, mutates_args=())
+@fresh_op(SPLIT)
 def flipped(x: torch.Tensor) -> torch.Tensor:
     return x.flip(-1) * 2
-
-
-flipped.register_fake(torch.empty_like)
 
 
 class Model(nn.Module):
@@ -45,32 +43,47 @@ class Model(nn.Module):
         return self.second(torch.ops.graphpass_gpu_streams.flipped(self.first(x).tanh()))
 
 
-@pytest.fixture
-def runtime(cuda: torch.device) -> Iterator[gp.GraphRuntime]:
-    with gp.GraphRuntime() as made:
-        yield made
+@dataclass(frozen=True)
+class Way:
+    """How a model is captured: under a mode, or by graphed."""
 
+    name: str
+    runtime: gp.GraphRuntime
 
-def graphs_of(model: nn.Module, way: str, runtime: gp.GraphRuntime, **options: Any) -> Call:
-    """The captured model as a function of one batch."""
-    options = {"compiler": "eager", "splitting_ops": [SPLIT], "mode": "FULL_AND_PIECEWISE", **options}
-    example = torch.randn(ROWS, WIDTH, device="cuda")
-    if way == "graphed":
-        fast = gp.graphed(model, [ROWS], {"x": 0}, runtime=runtime, **options)
-        fast.capture(example)
+    def graphs_of(self, model: nn.Module, **given: Any) -> Call:
+        """The model over graphs, as a function of one batch; nothing is captured yet."""
+        options = {"compiler": "eager", "splitting_ops": [SPLIT], "mode": "FULL_AND_PIECEWISE", **given}
+        if self.name == "graphed":
+            return gp.graphed(model, [ROWS], {"x": 0}, runtime=self.runtime, **options)
+        compiled = torch.compile(model, backend="cgpass", options=cgpass.options(runtime=self.runtime, **options))
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            with torch.inference_mode():
+                result: torch.Tensor = call(compiled, ROWS, x, mode=gp.CUDAGraphMode[self.name])
+                return result
+
+        return run
+
+    def captured(self, model: nn.Module) -> Call:
+        fast, example = self.graphs_of(model), torch.randn(ROWS, WIDTH, device="cuda")
+        if isinstance(fast, gp.GraphedModel):
+            fast.capture(example)
+        else:
+            with self.runtime.capturing():
+                fast(example)
+        torch.cuda.synchronize()
         return fast
-    compiled = torch.compile(model, backend="cgpass", options=cgpass.options(runtime=runtime, **options))
 
-    def call(x: torch.Tensor) -> torch.Tensor:
-        mode, key = gp.CUDAGraphMode[way], gp.BatchDescriptor(ROWS)
-        with torch.inference_mode(), gp.set_forward_context(runtime_mode=mode, batch_descriptor=key):
-            result: torch.Tensor = compiled(x)
-            return result
+    def batches(self, number: int) -> tuple[list[torch.Tensor], list[torch.Tensor], Call]:
+        """Inputs, what an eager model makes of them, and the captured model."""
+        inputs, expected, model = batches(number)
+        return inputs, expected, self.captured(model)
 
-    with runtime.capturing():
-        call(example)
-    torch.cuda.synchronize()
-    return call
+
+@pytest.fixture(params=["FULL", "PIECEWISE", "graphed"])
+def way(request: pytest.FixtureRequest, cuda: torch.device) -> Iterator[Way]:
+    with gp.GraphRuntime() as runtime:
+        yield Way(request.param, runtime)
 
 
 def batches(number: int) -> tuple[list[torch.Tensor], list[torch.Tensor], Model]:
@@ -86,18 +99,13 @@ def batches(number: int) -> tuple[list[torch.Tensor], list[torch.Tensor], Model]
 def all_close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     torch.cuda.synchronize()
     for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-        torch.testing.assert_close(
-            one, other, rtol=1e-4, atol=1e-4, msg=lambda text, number=number: f"round {number}: {text}"
-        )
+        says = lambda text, number=number: f"round {number}: {text}"  # noqa: E731
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, msg=says)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_replay_waits_for_what_its_callers_stream_has_enqueued(
-    cuda: torch.device, runtime: gp.GraphRuntime, way: str
-) -> None:
-    inputs, expected, model = batches(10)
-    fast = graphs_of(model, way, runtime)
-    x = torch.zeros(ROWS, WIDTH, device=cuda)
+def test_a_replay_waits_for_what_its_callers_stream_has_enqueued(way: Way) -> None:
+    inputs, expected, fast = way.batches(10)
+    x = torch.zeros(ROWS, WIDTH, device="cuda")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     found = []
@@ -110,11 +118,9 @@ def test_a_replay_waits_for_what_its_callers_stream_has_enqueued(
     all_close(found, expected)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_two_streams_take_turns_through_one_runtime(cuda: torch.device, runtime: gp.GraphRuntime, way: str) -> None:
+def test_two_streams_take_turns_through_one_runtime(way: Way) -> None:
     """The first stream is still waiting when the second one's forward is enqueued."""
-    inputs, expected, model = batches(100)
-    fast = graphs_of(model, way, runtime)
+    inputs, expected, fast = way.batches(100)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     found = []
     for first, second in zip(inputs[::2], inputs[1::2], strict=True):
@@ -126,46 +132,37 @@ def test_two_streams_take_turns_through_one_runtime(cuda: torch.device, runtime:
     all_close(found, expected)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_default_stream_and_a_side_stream(cuda: torch.device, runtime: gp.GraphRuntime, way: str) -> None:
-    inputs, expected, model = batches(40)
-    fast = graphs_of(model, way, runtime)
+def test_the_default_stream_and_a_side_stream(way: Way) -> None:
+    inputs, expected, fast = way.batches(40)
     side = torch.cuda.Stream()
     found = []
     for number, x in enumerate(inputs):
-        on_side = number % 2 == 1
-        with torch.cuda.stream(side if on_side else torch.cuda.default_stream()):
+        with torch.cuda.stream(side if number % 2 else torch.cuda.default_stream()):
             if number % 4 < 2:
                 torch.cuda._sleep(SLEEP_CYCLES)
             found.append(fast(x))
     all_close(found, expected)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_outputs_are_cloned_before_the_next_streams_replay(
-    cuda: torch.device, runtime: gp.GraphRuntime, way: str
-) -> None:
+def test_outputs_are_cloned_before_the_next_streams_replay(way: Way) -> None:
     """A clone is enqueued on its caller's stream: the next forward, on another one, waits for it too."""
-    inputs, expected, model = batches(20)
-    fast = graphs_of(model, way, runtime)
+    inputs, expected, fast = way.batches(20)
     streams = [torch.cuda.Stream() for _ in range(4)]
     found = []
     for number, x in enumerate(inputs):
         with torch.cuda.stream(streams[number % 4]):
             found.append(fast(x))
     all_close(found, expected)
-    addresses = {result.data_ptr() for result in found}
-    assert len(addresses) == len(found)
+    assert len({result.data_ptr() for result in found}) == len(found)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_two_models_on_two_streams_share_one_pool(cuda: torch.device, runtime: gp.GraphRuntime, way: str) -> None:
+def test_two_models_on_two_streams_share_one_pool(way: Way) -> None:
     inputs, expected, model = batches(40)
     other = Model().cuda().eval()
     with torch.no_grad():
         other.first.weight.mul_(-1)
         other_expected = [other(x) for x in inputs]
-    fast = [graphs_of(model, way, runtime), graphs_of(other, way, runtime)]
+    fast = [way.captured(model), way.captured(other)]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     found: list[list[torch.Tensor]] = [[], []]
     for x in inputs:
@@ -178,12 +175,8 @@ def test_two_models_on_two_streams_share_one_pool(cuda: torch.device, runtime: g
     all_close(found[1], other_expected)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_an_event_after_a_call_is_recorded_behind_its_result(
-    cuda: torch.device, runtime: gp.GraphRuntime, way: str
-) -> None:
-    inputs, expected, model = batches(20)
-    fast = graphs_of(model, way, runtime)
+def test_an_event_after_a_call_is_recorded_behind_its_result(way: Way) -> None:
+    inputs, expected, fast = way.batches(20)
     producer, consumer = torch.cuda.Stream(), torch.cuda.Stream()
     found = []
     for x in inputs:
@@ -198,60 +191,32 @@ def test_an_event_after_a_call_is_recorded_behind_its_result(
     all_close(found, expected)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_threads_each_on_a_stream_of_its_own(cuda: torch.device, runtime: gp.GraphRuntime, way: str) -> None:
-    inputs, expected, model = batches(80)
-    fast = graphs_of(model, way, runtime)
+def test_threads_each_on_a_stream_of_its_own(way: Way) -> None:
+    inputs, expected, fast = way.batches(80)
     found: dict[int, torch.Tensor] = {}
-    errors: list[BaseException] = []
 
     def work(thread: int) -> None:
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for step in range(20):
-                    if step % 4 == thread:
-                        torch.cuda._sleep(SLEEP_CYCLES)
-                    found[thread * 20 + step] = fast(inputs[thread * 20 + step])
-                torch.cuda.current_stream().synchronize()
-        except BaseException as error:
-            errors.append(error)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for step in range(20):
+                if step % 4 == thread:
+                    torch.cuda._sleep(SLEEP_CYCLES)
+                found[thread * 20 + step] = fast(inputs[thread * 20 + step])
+            torch.cuda.current_stream().synchronize()
 
-    threads = [threading.Thread(target=work, args=(thread,)) for thread in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    in_threads(work)
     all_close([found[number] for number in range(80)], expected)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_capture_waits_for_what_its_callers_stream_has_enqueued(
-    cuda: torch.device, runtime: gp.GraphRuntime, way: str
-) -> None:
+def test_a_capture_waits_for_what_its_callers_stream_has_enqueued(way: Way) -> None:
     """Warm-up and capture run on a stream of their own, and the result is there for the caller's stream."""
     (late,), expected, model = batches(1)
-    x = torch.zeros(ROWS, WIDTH, device=cuda)
+    x = torch.zeros(ROWS, WIDTH, device="cuda")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    options: dict[str, Any] = {
-        "compiler": "eager",
-        "splitting_ops": [SPLIT],
-        "mode": "FULL_AND_PIECEWISE",
-        "lazy_capture": True,
-    }
     with torch.cuda.stream(stream), torch.inference_mode():
-        if way == "graphed":
-            fast: Any = gp.graphed(model, [ROWS], {"x": 0}, runtime=runtime, **options)
-        else:
-            fast = torch.compile(model, backend="cgpass", options=cgpass.options(runtime=runtime, **options))
+        fast = way.graphs_of(model, lazy_capture=True)
         torch.cuda._sleep(SLEEP_CYCLES)
         x.copy_(late)
-        if way == "graphed":
-            found = fast(x)
-        else:
-            mode, key = gp.CUDAGraphMode[way], gp.BatchDescriptor(ROWS)
-            with gp.set_forward_context(runtime_mode=mode, batch_descriptor=key):
-                found = fast(x)
+        found = fast(x)
     all_close([found], expected)
-    assert runtime.stats().captured == (1 if way != "PIECEWISE" else 2)
+    assert way.runtime.stats().captured == (1 if way.name != "PIECEWISE" else 2)
