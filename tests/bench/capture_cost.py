@@ -10,7 +10,6 @@ longer; its parts are the second table, where some contain others.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import statistics
 import time
@@ -30,7 +29,7 @@ from graphpass.capture.recorder import Recorder
 from graphpass.capture.tape import TapeDevice
 from graphpass.capture.wrapper import CUDAGraphWrapper
 from tests.bench.one_argument import MODELS, moved
-from tests.bench.timing import environment, synchronize, write_json
+from tests.bench.timing import environment, parser_of, seconds, synchronize, write_json
 
 SIZES = (5, 7, 9, 11, 14, 18, 20, 28)
 MOST_CALLS = 1000
@@ -56,7 +55,7 @@ def parts_of(device: torch.device) -> dict[str, tuple[Any, str]]:
 @contextlib.contextmanager
 def timed_parts(device: torch.device) -> Iterator[dict[str, float]]:
     """Seconds of each part in the body, with the device idle before and after it."""
-    seconds: dict[str, float] = defaultdict(float)
+    found: dict[str, float] = defaultdict(float)
     with contextlib.ExitStack() as stack:
         for part, (owner, name) in parts_of(device).items():
             original = getattr(owner, name)
@@ -71,10 +70,10 @@ def timed_parts(device: torch.device) -> Iterator[dict[str, float]]:
                 finally:
                     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
                         synchronize(device)
-                    seconds[part] += time.perf_counter() - start_s
+                    found[part] += time.perf_counter() - start_s
 
             stack.enter_context(mock.patch.object(owner, name, timed))
-        yield seconds
+        yield found
 
 
 def num_exact(runtime: gp.GraphRuntime) -> int:
@@ -97,17 +96,13 @@ def measure(call: Call, run: Call, runtime: Callable[[], gp.GraphRuntime], devic
         size = SIZES[calls % len(SIZES)]
         before, calls = num_exact(runtime()), calls + 1
         with_parts = len(captures) % 2 == 1
-        with timed_parts(device) if with_parts else contextlib.nullcontext({}) as seconds:
-            synchronize(device)
-            start_s = time.perf_counter()
-            call(size)
-            synchronize(device)
-            taken_s = time.perf_counter() - start_s
+        with timed_parts(device) if with_parts else contextlib.nullcontext({}) as by_part:
+            taken_s = seconds(lambda size=size: call(size), device)
         if num_exact(runtime()) == before:
             continue
         captures.append(taken_s)
         sizes.append(size)
-        for part, value in seconds.items():
+        for part, value in by_part.items():
             parts[part].append(value)
         if not with_parts:
             above_replay.append(taken_s - replays[size])
@@ -128,14 +123,7 @@ def measure(call: Call, run: Call, runtime: Callable[[], gp.GraphRuntime], devic
 
 def timed(call: Call, size: int, device: torch.device) -> float:
     """Median seconds of a call on an idle device."""
-    found = []
-    for _ in range(5):
-        synchronize(device)
-        start_s = time.perf_counter()
-        call(size)
-        synchronize(device)
-        found.append(time.perf_counter() - start_s)
-    return statistics.median(found)
+    return statistics.median(seconds(lambda: call(size), device) for _ in range(5))
 
 
 def smoke_model() -> tuple[torch.nn.Module, Callable[[int], dict[str, torch.Tensor]]]:
@@ -146,9 +134,8 @@ def smoke_model() -> tuple[torch.nn.Module, Callable[[int], dict[str, torch.Tens
 
 def main(arguments: list[str] | None = None) -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of("capture_cost", __doc__)
     parser.add_argument("--models", nargs="*", default=["bert", "vit"])
-    parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(arguments)
     device = torch.device("cpu" if given.smoke else "cuda")
@@ -184,7 +171,7 @@ def main(arguments: list[str] | None = None) -> None:
         if not given.smoke:
             console.print(gp.runtime_of(compiled).report())
     console.print(environment(device), table, by_part)
-    write_json(given.out, found)
+    write_json(given.out or given.json, found)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ from torch.nn import functional as F
 
 from graphpass.regions import register_padding_rule
 
-__all__ = ["SPLITTING_OP", "Decoder", "DecoderSizes", "SixInputs", "decode_attention", "make_decoder"]
-
 SPLITTING_OP = "graphpass_bench::decode_attention"
 
 Regional = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -35,15 +33,8 @@ def decode_attention(
 ) -> None:
     """Write one token's key and value into the cache and attend over all of it: four aten calls that launch, and views.
 
-    Args:
-        query: (batch, heads, head dim).
-        key: (batch, key-value heads, head dim).
-        value: as ``key``.
-        key_cache: (requests, cache tokens, key-value heads, head dim), written at ``slots``; a smaller batch uses the
-            first requests'.
-        value_cache: as ``key_cache``.
-        slots: (requests,), where the token goes in the cache with its first two dimensions flattened.
-        out: as ``query``, written.
+    Query and ``out`` are (batch, heads, head dim), the caches (requests, cache tokens, key-value heads, head dim), of
+    which a smaller batch uses the first requests'; ``slots`` are places in them with two dimensions flattened.
     """
     batch = len(query)
     if batch < len(slots):
@@ -67,25 +58,15 @@ register_padding_rule(SPLITTING_OP, lambda call: tuple(map(call.tensor, ("key_ca
 
 @dataclass(frozen=True, slots=True)
 class DecoderSizes:
-    """Sizes of the decoder; the defaults are those of the published figures.
+    """Sizes of the decoder; the defaults are those of the published figures."""
 
-    Attributes:
-        num_layers: decoder layers; the attention op stands once in each.
-        hidden: width of the residual stream.
-        num_heads: query heads.
-        num_kv_heads: key and value heads; divides ``num_heads``.
-        head_dim: width of a head, even.
-        intermediate: width of the feed-forward.
-        cache_tokens: static length of the cache, the token of the step included.
-    """
-
-    num_layers: int = 28
-    hidden: int = 1024
-    num_heads: int = 16
-    num_kv_heads: int = 8
-    head_dim: int = 64
-    intermediate: int = 3072
-    cache_tokens: int = 256
+    num_layers: int = 28  #: decoder layers; the attention op stands once in each
+    hidden: int = 1024  #: width of the residual stream
+    num_heads: int = 16  #: query heads
+    num_kv_heads: int = 8  #: key and value heads; divides ``num_heads``
+    head_dim: int = 64  #: width of a head, even
+    intermediate: int = 3072  #: width of the feed-forward
+    cache_tokens: int = 256  #: static length of the cache, the token of the step included
 
     @classmethod
     def small(cls, num_layers: int) -> DecoderSizes:

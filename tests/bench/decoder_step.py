@@ -15,7 +15,6 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,19 @@ import cgpass
 import graphpass as gp
 from graphpass.ladder.modelstate import entry_of
 from tests.bench.decoder import SPLITTING_OP, Decoder, DecoderSizes, SixInputs, make_decoder
-from tests.bench.timing import HandCapture, Timing, environment, interleaved, plain_compiled, write_json
+from tests.bench.timing import (
+    HandCapture,
+    Timing,
+    environment,
+    gpu_or_cpu,
+    interleaved,
+    is_skipped,
+    listed,
+    parser_of,
+    plain_compiled,
+    table_of,
+    write_json,
+)
 
 EAGER = "eager"
 REDUCE_OVERHEAD = "torch.compile, reduce-overhead"
@@ -42,44 +53,27 @@ Step = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What one run measures.
+    """What one run measures."""
 
-    Attributes:
-        sizes: of the decoder.
-        device: where it runs.
-        dtype: of weights, cache and hidden states.
-        compiler: for torch.compile and for regions.
-        rounds: values behind each median.
-    """
-
-    sizes: DecoderSizes
-    device: torch.device
-    dtype: torch.dtype
-    compiler: str
-    rounds: int
+    sizes: DecoderSizes  #: of the decoder
+    device: torch.device  #: where it runs
+    dtype: torch.dtype  #: of weights, cache and hidden states
+    compiler: str  #: for torch.compile and for regions
+    rounds: int  #: values behind each median
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One way to run a step.
+    """One way to run a step."""
 
-    Attributes:
-        name: what tables call it.
-        step: one step; what is timed.
-        output: where the result lies after a step; None when the step returns it.
-        runtime: whose replay count has to grow by ``replays`` a step; None where graphpass has no part.
-        replays: replays of one step.
-        floor: name of the form that this one is held against.
-        num_regions: calls of regions and splitting ops in a step.
-    """
-
-    name: str
-    step: Step
-    output: torch.Tensor | None = None
+    name: str  #: what tables call it
+    step: Step  #: one step; what is timed
+    output: torch.Tensor | None = None  #: where the result lies after a step; None when the step returns it
+    #: whose replay count has to grow by ``replays`` a step; None where graphpass has no part
     runtime: gp.GraphRuntime | None = None
-    replays: int = 0
-    floor: str = ""
-    num_regions: int = 1
+    replays: int = 0  #: replays of one step
+    floor: str = ""  #: name of the form that this one is held against
+    num_regions: int = 1  #: calls of regions and splitting ops in a step
 
     def result(self) -> torch.Tensor:
         """Run a step and return its result, independent of later ones."""
@@ -108,12 +102,7 @@ class Row:
 class Engine:
     """A model compiled with ``backend="cgpass"`` for one static batch, run as an engine does: under a forward context.
 
-    Args:
-        model: what is compiled.
-        inputs: its arguments, the same tensors in every step.
-        mode: what it is built for; with PIECEWISE in it the model is split at the attention op.
-        outputs: ``clone`` or ``view``.
-        compiler: what compiles regions.
+    Every step has the same tensors as inputs. With PIECEWISE in its mode the model is split at the attention op.
     """
 
     def __init__(
@@ -178,8 +167,7 @@ def bare_list(
 ) -> tuple[Form, Form, Form]:
     """A list of raw replays and bare calls of the splitting op, nothing between them: the floor of PIECEWISE.
 
-    Returns:
-        The list, its replays alone and its op calls alone; the latter two give no result.
+    Behind it come its replays alone and its op calls alone, which give no result.
     """
     replays: list[Step] = []
     ops: list[Step] = []
@@ -215,10 +203,10 @@ def _call_all(calls: Sequence[Step]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure each batch size and print its table."""
-    options = _parsed(arguments)
-    console = Console(width=160)
-    if not options.smoke and not torch.cuda.is_available():
-        console.print("decoder_step needs a GPU: skipped (--smoke runs tiny sizes on a CPU)")
+    parser = parser_of("decoder_step", __doc__, layers=None, rounds=None)
+    parser.add_argument("--batches", type=listed, default=[1, 8, 64])
+    options, console = parser.parse_args(arguments), Console(width=160)
+    if is_skipped("decoder_step", options):
         return
     setup = _setup(options)
     rows: list[Row] = []
@@ -229,22 +217,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_json(options.json, _payload(setup, rows))
 
 
-def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.decoder_step", description=__doc__)
-    parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 64])
-    parser.add_argument("--layers", type=int, default=None, help="default 28, with --smoke 3")
-    parser.add_argument("--rounds", type=int, default=None, help="default 21, with --smoke 2")
-    parser.add_argument("--json", type=Path, default=None, metavar="PATH")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes on a CPU")
-    return parser.parse_args(arguments)
-
-
 def _setup(options: argparse.Namespace) -> Setup:
     if options.smoke:
         sizes = DecoderSizes.small(options.layers or 3)
         return Setup(sizes, torch.device("cpu"), torch.float32, "eager", options.rounds or 2)
-    device = torch.device("cuda", torch.cuda.current_device())
-    return Setup(DecoderSizes(options.layers or 28), device, torch.bfloat16, "inductor", options.rounds or 21)
+    return Setup(DecoderSizes(options.layers or 28), gpu_or_cpu(), torch.bfloat16, "inductor", options.rounds or 21)
 
 
 def measure(setup: Setup, batch: int, console: Console) -> list[Row]:
@@ -352,11 +329,7 @@ def _gives_a_result(form: Form) -> bool:
 
 
 def _agreement(model: Decoder, form: Form, reference: Form, tolerance: float) -> float:
-    """The relative norm of a form's difference from a reference.
-
-    Raises:
-        AssertionError: it is above the tolerance, or not a number.
-    """
+    """The relative norm of a form's difference from a reference, which is not above the tolerance."""
     expected = reference.result().float()
     model.poison_slots()
     found = form.result().float()
@@ -398,26 +371,21 @@ def _row(batch: int, form: Form, timings: dict[str, Timing], difference: float |
 
 def _table(setup: Setup, batch: int, rows: Sequence[Row]) -> Table:
     where = environment(setup.device)
-    table = Table(
-        title=f"{setup.sizes.num_layers}-layer decoder step, batch {batch}, {where['device']}, torch {where['torch']}: "
-        f"medians (quartiles) of {setup.rounds} rounds, host above floor in µs",
-        title_justify="left",
+    title = (
+        f"{setup.sizes.num_layers}-layer decoder step, batch {batch}, {where['device']}, torch {where['torch']}: "
+        f"medians (quartiles) of {setup.rounds} rounds, host above floor in µs"
     )
-    table.add_column("form", no_wrap=True)
-    for column in ("step µs", "÷ floor", "÷ reduce-overhead", "host µs", "above floor", "a region", "difference"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(
-            row.form,
-            str(row.timing.step),
-            _shown(row.over_floor, ".3f"),
-            _shown(row.over_reduce_overhead, ".3f"),
-            str(row.timing.host),
-            _shown(row.host_above_floor_us, ".1f"),
+    columns = "form | step µs | ÷ floor | ÷ reduce-overhead | host µs | above floor | a region | difference"
+    cells = [
+        (
+            row.form, row.timing.step, _shown(row.over_floor, ".3f"), _shown(row.over_reduce_overhead, ".3f"),
+            row.timing.host, _shown(row.host_above_floor_us, ".1f"),
             _shown(row.host_above_floor_us_a_region if row.num_regions > 1 else None, ".2f"),
             _shown(row.difference, ".1e"),
         )
-    return table
+        for row in rows
+    ]  # fmt: skip
+    return table_of(title, columns, cells)
 
 
 def _shown(figure: float | None, form: str) -> str:

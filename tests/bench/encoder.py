@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import random
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -32,7 +31,18 @@ from graphpass import EncoderCudaGraphManager, EncoderOptions
 from graphpass.encoder import EncoderGraphKey, SupportsEncoderCudaGraph, generate_budgets
 from graphpass.encoder.adapters import Qwen3VLAdapter
 from tests.bench.generate import empty_caches
-from tests.bench.timing import HandCapture, environment, free_bytes, interleaved, synchronize, write_json
+from tests.bench.timing import (
+    HandCapture,
+    environment,
+    free_bytes,
+    gpu_or_cpu,
+    interleaved,
+    is_skipped,
+    parser_of,
+    seconds,
+    table_of,
+    write_json,
+)
 
 ONE_BY_ONE = "stock, image by image"
 STOCK = "stock, one call"
@@ -51,75 +61,43 @@ Step = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What one run measures.
+    """What one run measures."""
 
-    Attributes:
-        config: of the tower.
-        loads: name -> grids.
-        budgets: least and greatest output tokens of ladders.
-        max_items: images of one replay, and sequences that a graph's attention allows for.
-        device: where it runs.
-        dtype: of weights and patches.
-        compiler: of the block.
-        rounds: values behind each median.
-    """
-
-    config: Mapping[str, Any]
-    loads: Mapping[str, Grids]
-    budgets: tuple[int, int]
-    max_items: int
-    device: torch.device
-    dtype: torch.dtype
-    compiler: str
-    rounds: int
+    config: Mapping[str, Any]  #: of the tower
+    loads: Mapping[str, Grids]  #: name -> grids
+    budgets: tuple[int, int]  #: least and greatest output tokens of ladders
+    max_items: int  #: images of one replay, and sequences that a graph's attention allows for
+    device: torch.device  #: where it runs
+    dtype: torch.dtype  #: of weights and patches
+    compiler: str  #: of the block
+    rounds: int  #: values behind each median
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The figures of one form on one load, in milliseconds.
+    """The figures of one form on one load, in milliseconds."""
 
-    Attributes:
-        load: which.
-        form: which.
-        median: end to end.
-        q1: first quartile.
-        q3: third quartile.
-        host: to enqueue one call on an idle device.
-        difference: from the stock tower's results, relative norm.
-    """
-
-    load: str
-    form: str
-    median: float
-    q1: float
-    q3: float
-    host: float
-    difference: float
+    load: str  #: which
+    form: str  #: which
+    median: float  #: end to end
+    q1: float  #: first quartile
+    q3: float  #: third quartile
+    host: float  #: to enqueue one call on an idle device
+    difference: float  #: from the stock tower's results, relative norm
 
 
 @dataclass(frozen=True, slots=True)
 class StartUp:
-    """What it takes before the first replay.
+    """What it takes before the first replay."""
 
-    Attributes:
-        graphs: in the default ladder.
-        compile_and_capture_s: with empty caches, costs measured too.
-        capture_again_s: the same without compiling.
-        pool_bytes: of the whole ladder.
-        largest_pool_bytes: of its largest budget alone.
-        estimated_bytes: of the device, what ``estimate()`` said before capturing again.
-        taken_bytes: by how much the device's free memory shrank then.
-        estimate_s: how long the estimate took.
-    """
-
-    graphs: int
-    compile_and_capture_s: float
-    capture_again_s: float
-    pool_bytes: int
-    largest_pool_bytes: int
-    estimated_bytes: int
-    taken_bytes: int
-    estimate_s: float
+    graphs: int  #: in the default ladder
+    compile_and_capture_s: float  #: with empty caches, costs measured too
+    capture_again_s: float  #: the same without compiling
+    pool_bytes: int  #: of the whole ladder
+    largest_pool_bytes: int  #: of its largest budget alone
+    estimated_bytes: int  #: of the device, what ``estimate()`` said before capturing again
+    taken_bytes: int  #: by how much the device's free memory shrank then
+    estimate_s: float  #: how long the estimate took
 
 
 def make_tower(setup: Setup) -> Any:
@@ -225,21 +203,7 @@ def make_forms(setup: Setup, tower: Any, manager: EncoderCudaGraphManager) -> Fo
 def adapter_options(setup: Setup) -> dict[str, int]:
     """The limits that all ladders have."""
     least, most = setup.budgets
-    return {
-        "min_tokens": least,
-        "max_tokens": most,
-        "max_items": setup.max_items,
-        "max_frames": setup.max_items,
-    }
-
-
-def timed(call: Step, device: torch.device) -> float:
-    """Seconds of a call, device work included."""
-    synchronize(device)
-    start = time.perf_counter()
-    call()
-    synchronize(device)
-    return time.perf_counter() - start
+    return {"min_tokens": least, "max_tokens": most, "max_items": setup.max_items, "max_frames": setup.max_items}
 
 
 def start_up(setup: Setup, tower: Any, folder: Path) -> tuple[StartUp, EncoderCudaGraphManager]:
@@ -248,7 +212,7 @@ def start_up(setup: Setup, tower: Any, folder: Path) -> tuple[StartUp, EncoderCu
     options = EncoderOptions(compiler=setup.compiler)
     manager = EncoderCudaGraphManager.from_model(tower, options=options, **limits)
     with empty_caches(folder):
-        cold_s = timed(manager.capture, setup.device)
+        cold_s = seconds(manager.capture, setup.device)
     manager.clear()
     alone = EncoderCudaGraphManager.from_model(
         tower, options=EncoderOptions(compiler=setup.compiler, token_budgets=[setup.budgets[1]]), **limits
@@ -258,7 +222,7 @@ def start_up(setup: Setup, tower: Any, folder: Path) -> tuple[StartUp, EncoderCu
     alone.clear()
     estimate = manager.estimate()
     free = free_bytes(setup.device)
-    again_s = timed(manager.capture, setup.device)
+    again_s = seconds(manager.capture, setup.device)
     taken = free - free_bytes(setup.device)
     pool_bytes = manager.get_cumulative_stats().pool_bytes
     graphs = manager.get_num_graphs_to_capture()
@@ -293,10 +257,8 @@ def measure(setup: Setup, forms: Forms, load: str) -> list[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure start-up and every load; one table each."""
-    options = _parsed(arguments)
-    console = Console(width=140)
-    if not options.smoke and not torch.cuda.is_available():
-        console.print("encoder needs a GPU: skipped (--smoke runs tiny sizes on a CPU)")
+    options, console = _parsed(arguments), Console(width=140)
+    if is_skipped("encoder", options):
         return
     setup = _setup(options)
     tower = make_tower(setup)
@@ -318,14 +280,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.encoder", description=__doc__)
+    parser = parser_of("encoder", __doc__, rounds=None)
     parser.add_argument("--loads", type=lambda text: text.split(","), default=None, help="names, default all")
-    parser.add_argument("--rounds", type=int, default=None, help="default 9, with --smoke 1")
     parser.add_argument("--max-items", type=int, default=32, help="images of one replay, default 32")
-    parser.add_argument("--json", type=Path, default=None, metavar="PATH")
     parser.add_argument("--png", type=Path, default=None, metavar="PATH", help="a picture; needs matplotlib")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes on a CPU")
-    return parser.parse_args(arguments)
+    options: argparse.Namespace = parser.parse_args(arguments)
+    return options
 
 
 def _setup(options: argparse.Namespace) -> Setup:
@@ -348,69 +308,41 @@ def _setup(options: argparse.Namespace) -> Setup:
         "20 x 440": [(1, 20, 22)] * 20,
         "20 mixed": [(1, side, side) for side in sides],
     }
-    device = torch.device("cuda", torch.cuda.current_device())
     rounds = options.rounds or 9
-    return Setup(config, loads, (16, 4096), options.max_items, device, torch.bfloat16, "inductor", rounds)
+    return Setup(config, loads, (16, 4096), options.max_items, gpu_or_cpu(), torch.bfloat16, "inductor", rounds)
 
 
-def _config(
-    *, depth: int, width: int, heads: int, inner: int, patch: int, out: int, positions: int, levels: list[int]
-) -> dict[str, Any]:
-    return {
-        "depth": depth,
-        "hidden_size": width,
-        "num_heads": heads,
-        "intermediate_size": inner,
-        "patch_size": patch,
-        "out_hidden_size": out,
-        "num_position_embeddings": positions,
-        "deepstack_visual_indexes": levels,
-    }
+def _config(**sizes: Any) -> dict[str, Any]:
+    names = {
+        "width": "hidden_size", "heads": "num_heads", "inner": "intermediate_size", "patch": "patch_size",
+        "out": "out_hidden_size", "positions": "num_position_embeddings", "levels": "deepstack_visual_indexes",
+    }  # fmt: skip
+    return {names.get(name, name): value for name, value in sizes.items()}
 
 
 def _start_up_table(begin: StartUp) -> Table:
-    table = Table(title="Start-up of the manager", title_justify="left", show_edge=False, pad_edge=False)
-    mib = {name: value / 2**20 for name, value in asdict(begin).items() if name.endswith("bytes")}
-    for column in (
-        "graphs",
-        "cold, s",
-        "capture alone, s",
-        "pool, MiB",
-        "÷ largest",
-        "estimated, MiB",
-        "taken, MiB",
-        "estimated in s",
-    ):
-        table.add_column(column)
-    ratio = begin.pool_bytes / begin.largest_pool_bytes if begin.largest_pool_bytes else None
-    table.add_row(
-        str(begin.graphs),
-        f"{begin.compile_and_capture_s:.1f}",
-        f"{begin.capture_again_s:.1f}",
-        f"{mib['pool_bytes']:.0f}",
-        "" if ratio is None else f"{ratio:.2f}",
-        f"{mib['estimated_bytes']:.0f}",
-        f"{mib['taken_bytes']:.0f}",
-        f"{begin.estimate_s:.1f}",
+    ratio = f"{begin.pool_bytes / begin.largest_pool_bytes:.2f}" if begin.largest_pool_bytes else ""
+    pool, estimated, taken = (
+        f"{value / 2**20:.0f}" for value in (begin.pool_bytes, begin.estimated_bytes, begin.taken_bytes)
     )
-    return table
+    times = (f"{value:.1f}" for value in (begin.compile_and_capture_s, begin.capture_again_s))
+    row = (begin.graphs, *times, pool, ratio, estimated, taken, f"{begin.estimate_s:.1f}")
+    columns = (
+        "graphs | cold, s | capture alone, s | pool, MiB | ÷ largest | estimated, MiB | taken, MiB | estimated in s"
+    )
+    return table_of("Start-up of the manager", columns, [row])
 
 
 def _table(load: str, rows: Sequence[Row]) -> Table:
-    table = Table(title=f"{load} patches", title_justify="left", show_edge=False, pad_edge=False)
-    for column in ("form", "ms", "spread", "host, ms", "manager is faster by", "difference"):
-        table.add_column(column)
     (own,) = (row for row in rows if row.form == MANAGER)
-    for row in rows:
-        table.add_row(
-            row.form,
-            f"{row.median:.2f}",
-            f"{row.q1:.2f}..{row.q3:.2f}",
-            f"{row.host:.2f}",
-            f"{row.median / own.median:.2f} x",
-            f"{row.difference:.1e}",
+    cells = [
+        (
+            row.form, f"{row.median:.2f}", f"{row.q1:.2f}..{row.q3:.2f}", f"{row.host:.2f}",
+            f"{row.median / own.median:.2f} x", f"{row.difference:.1e}",
         )
-    return table
+        for row in rows
+    ]  # fmt: skip
+    return table_of(f"{load} patches", "form | ms | spread | host, ms | manager is faster by | difference", cells)
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

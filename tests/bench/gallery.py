@@ -47,21 +47,13 @@ Run = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is timed of a page.
+    """What is timed of a page."""
 
-    Attributes:
-        name: the first column of its row.
-        units: what its time is divided by: calls, or new tokens.
-        runs: {variant: runs it once}; a variant returns what eager returns.
-        counts_host: whether the time until the run returns is a figure, too.
-        rounds: at most so many values are behind each median.
-    """
-
-    name: str
-    units: int
-    runs: Mapping[str, Run]
-    counts_host: bool = False
-    rounds: int = 100
+    name: str  #: the first column of its row
+    units: int  #: what its time is divided by: calls, or new tokens
+    runs: Mapping[str, Run]  #: {variant: runs it once}; a variant returns what eager returns
+    counts_host: bool = False  #: whether the time until the run returns is a figure, too
+    rounds: int = 100  #: at most so many values are behind each median
 
 
 # -- variants of a page -------------------------------------------------------------------------------------------

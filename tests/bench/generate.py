@@ -40,7 +40,18 @@ from rich.console import Console
 from rich.table import Table
 
 from graphpass.text import CausalLM, Generation, Request
-from tests.bench.timing import environment, plain_compiled, synchronize, write_json
+from tests.bench.timing import (
+    cache_folders,
+    environment,
+    gpu_or_cpu,
+    is_skipped,
+    listed,
+    parser_of,
+    plain_compiled,
+    seconds,
+    table_of,
+    write_json,
+)
 
 OURS, STATIC, CONTINUOUS = "ours", "static", "continuous"
 Prompts = list[list[int]]
@@ -49,15 +60,10 @@ Texts = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """The sizes of a stock decoder.
+    """The sizes of a stock decoder."""
 
-    Attributes:
-        class_name: of its config in transformers.
-        num_layers, hidden, num_heads, num_kv_heads, head_dim, vocabulary: of the model.
-    """
-
-    class_name: str
-    num_layers: int
+    class_name: str  #: of its config in transformers
+    num_layers: int  #: of the model
     hidden: int
     num_heads: int
     num_kv_heads: int
@@ -92,22 +98,14 @@ DECODERS = {
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What one run measures.
+    """What one run measures."""
 
-    Attributes:
-        device: where it runs.
-        compiler: of our regions.
-        decoder: the model.
-        prompt_tokens, new_tokens: of each request.
-        rounds: values behind each median.
-    """
-
-    device: torch.device
-    compiler: str
-    decoder: DecoderConfig
-    prompt_tokens: int
+    device: torch.device  #: where it runs
+    compiler: str  #: of our regions
+    decoder: DecoderConfig  #: the model
+    prompt_tokens: int  #: of each request
     new_tokens: int
-    rounds: int
+    rounds: int  #: values behind each median
 
     @property
     def max_seq_len(self) -> int:
@@ -131,25 +129,15 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The figures of one way at one batch size.
+    """The figures of one way at one batch size."""
 
-    Attributes:
-        batch: requests.
-        way: which.
-        tokens_a_second: new tokens of all requests, median.
-        step_ms: milliseconds of a whole call by new tokens of a request, median.
-        floor_ms: see the module.
-        first_s: see the module.
-        call_s: seconds of each call behind the medians.
-    """
-
-    batch: int
-    way: str
-    tokens_a_second: float
-    step_ms: float
-    floor_ms: float
-    first_s: float
-    call_s: list[float]
+    batch: int  #: requests
+    way: str  #: which
+    tokens_a_second: float  #: new tokens of all requests, median
+    step_ms: float  #: milliseconds of a whole call by new tokens of a request, median
+    floor_ms: float  #: see the module
+    first_s: float  #: see the module
+    call_s: list[float]  #: seconds of each call behind the medians
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,15 +212,6 @@ def continuous_batching(setup: Setup, model: Any, prompts: Prompts) -> Texts:
     return [output.generated_tokens for output in made.values()]
 
 
-def timed(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
-    """Seconds of a call, device work included, and its result."""
-    synchronize(device)
-    start = time.perf_counter()
-    result = call()
-    synchronize(device)
-    return time.perf_counter() - start, result
-
-
 def make_way(name: str, setup: Setup, model: torch.nn.Module, prompts: Prompts) -> Way:
     """One way over a copy of the model."""
     own = copy.deepcopy(model)
@@ -242,15 +221,15 @@ def make_way(name: str, setup: Setup, model: torch.nn.Module, prompts: Prompts) 
     if name == CONTINUOUS:
         own.set_attn_implementation("paged|sdpa")  # type: ignore[operator]
     call = partial({STATIC: static_cache, CONTINUOUS: continuous_batching}[name], setup, own, prompts)
-    return Way(name, lambda: timed(call, setup.device)[0], call, lambda: None)
+    return Way(name, lambda: seconds(call, setup.device), call, lambda: None)
 
 
 @contextmanager
 def empty_caches(folder: Path) -> Iterator[None]:
     """Compiler caches in a folder of their own; what was compiled goes on being loaded from it."""
-    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(zip(names, (str(folder / "inductor"), str(folder / "triton")), strict=True))
+    folders = cache_folders(folder)
+    before = {name: os.environ.get(name) for name in folders}
+    os.environ.update(folders)
     try:
         yield
     finally:
@@ -271,9 +250,10 @@ def measure(setup: Setup, batch: int, names: Sequence[str], folder: Path, consol
     call_s: dict[str, list[float]] = {way.name: [] for way in ways}
     for _ in range(setup.rounds + 1):
         for way in ways:
-            seconds, texts = timed(way.call, setup.device)
-            assert [len(text) for text in texts] == [setup.new_tokens] * batch, f"{way.name} lost tokens"
-            call_s[way.name].append(seconds)
+            texts: list[Texts] = []
+            taken_s = seconds(lambda way=way, texts=texts: texts.append(way.call()), setup.device)
+            assert [len(text) for text in texts[0]] == [setup.new_tokens] * batch, f"{way.name} lost tokens"
+            call_s[way.name].append(taken_s)
     for way in ways:
         way.close()
     torch.compiler.reset()
@@ -301,17 +281,15 @@ def weights_ms(model: torch.nn.Module) -> float:
     num_bytes = sum(weight.numel() * weight.element_size() for weight in read)
     source = torch.ones(1 << (28 if head.is_cuda else 22), dtype=torch.float32, device=head.device)
     target = torch.empty_like(source)
-    seconds = [timed(lambda: target.copy_(source), head.device)[0] for _ in range(10)]
-    bytes_a_second = 2 * source.numel() * source.element_size() / statistics.median(seconds)
+    copies_s = [seconds(lambda: target.copy_(source), head.device) for _ in range(10)]
+    bytes_a_second = 2 * source.numel() * source.element_size() / statistics.median(copies_s)
     return num_bytes / bytes_a_second * 1e3
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure each batch size and print one table."""
-    options = _parsed(arguments)
-    console = Console(width=120)
-    if not options.smoke and not torch.cuda.is_available():
-        console.print("generate needs a GPU: skipped (--smoke runs tiny sizes on a CPU)")
+    options, console = _parsed(arguments), Console(width=120)
+    if is_skipped("generate", options):
         return
     setup = _setup(options)
     batches = options.batches or ([1, 2] if options.smoke else [1, 8, 64])
@@ -334,15 +312,12 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
             raise argparse.ArgumentTypeError(f"rows are {OURS}, {STATIC} and {CONTINUOUS}")
         return chosen
 
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.generate", description=__doc__)
+    parser = parser_of("generate", __doc__, layers=None, rounds=None)
     parser.add_argument("--rows", type=names, default=[OURS, STATIC, CONTINUOUS])
-    parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=None)
+    parser.add_argument("--batches", type=listed, default=None)
     parser.add_argument("--model", choices=list(DECODERS), default="qwen3")
-    parser.add_argument("--layers", type=int, default=None, help="default: the model's, with --smoke 2")
-    parser.add_argument("--rounds", type=int, default=None, help="default 5, with --smoke 1")
-    parser.add_argument("--json", type=Path, default=None, metavar="PATH")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes on a CPU")
-    return parser.parse_args(arguments)
+    options: argparse.Namespace = parser.parse_args(arguments)
+    return options
 
 
 def _setup(options: argparse.Namespace) -> Setup:
@@ -352,16 +327,15 @@ def _setup(options: argparse.Namespace) -> Setup:
             decoder, num_layers=options.layers or 2, hidden=16 * decoder.num_heads, head_dim=16, vocabulary=256
         )
         return Setup(torch.device("cpu"), "eager", small, 8, 8, options.rounds or 1)
-    device = torch.device("cuda", torch.cuda.current_device())
     decoder = replace(decoder, num_layers=options.layers or decoder.num_layers)
-    return Setup(device, "inductor", decoder, 64, 128, options.rounds or 5)
+    return Setup(gpu_or_cpu(), "inductor", decoder, 64, 128, options.rounds or 5)
 
 
 def _compile_something(setup: Setup) -> float:
     """Seconds of the first compilation in this process."""
     layer = torch.nn.Linear(16, 16, device=setup.device)
     compiled = plain_compiled(layer, setup.compiler)
-    return timed(lambda: compiled(torch.ones(2, 16, device=setup.device)), setup.device)[0]
+    return seconds(lambda: compiled(torch.ones(2, 16, device=setup.device)), setup.device)
 
 
 def _plain(setup: Setup) -> dict[str, Any]:
@@ -369,34 +343,17 @@ def _plain(setup: Setup) -> dict[str, Any]:
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    table = Table(title="Generating text", title_justify="left", show_edge=False, pad_edge=False)
-    for column in (
-        "batch",
-        "way",
-        "tokens/s",
-        "ms a step",
-        "of the floor",
-        "first, s",
-        "ours is faster by",
-        "ours is first by",
-    ):
-        table.add_column(column)
-    ours = {row.batch: row for row in rows if row.way == OURS}
+    ours, cells = {row.batch: row for row in rows if row.way == OURS}, []
     for row in rows:
         own = ours.get(row.batch)
-        faster = own.tokens_a_second / row.tokens_a_second if own is not None else None
-        sooner = row.first_s / own.first_s if own is not None else None
-        table.add_row(
-            str(row.batch),
-            row.way,
-            f"{row.tokens_a_second:.0f}",
-            f"{row.step_ms:.2f}",
-            f"{row.floor_ms / row.step_ms:.0%}",
-            f"{row.first_s:.1f}",
-            "" if faster is None else f"{faster:.2f} x",
-            "" if sooner is None else f"{sooner:.1f} x",
-        )
-    return table
+        beside = ("", "")
+        if own is not None:
+            beside = (f"{own.tokens_a_second / row.tokens_a_second:.2f} x", f"{row.first_s / own.first_s:.1f} x")
+        floor = f"{row.floor_ms / row.step_ms:.0%}"
+        figures = (f"{row.tokens_a_second:.0f}", f"{row.step_ms:.2f}", floor, f"{row.first_s:.1f}")
+        cells.append((row.batch, row.way, *figures, *beside))
+    columns = "batch | way | tokens/s | ms a step | of the floor | first, s | ours is faster by | ours is first by"
+    return table_of("Generating text", columns, cells)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,8 @@ All rows of a table are timed in interleaved rounds (see :mod:`tests.bench.timin
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +26,7 @@ import cgpass
 import graphpass as gp
 from graphpass.capture.replay import ReplayPlan
 from graphpass.compat import memory
-from tests.bench.timing import Timing, environment, interleaved, write_json
+from tests.bench.timing import Timing, environment, gpu_or_cpu, interleaved, parser_of, table_of, write_json
 
 FULL, PIECEWISE = gp.CUDAGraphMode.FULL, gp.CUDAGraphMode.PIECEWISE
 NUM_STATIC = 300
@@ -39,9 +37,8 @@ Check = Callable[[], Any]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print both tables."""
-    options = _parsed(arguments)
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    options = parser_of("guard_cost", __doc__, "few rounds: the code, not the figures").parse_args(arguments)
+    device = gpu_or_cpu()
     with torch.no_grad():
         guards = _measured({**_through_the_wrapper(device), **_inside_a_plan(device)}, device, options.smoke)
         candidates = _measured(_candidates(device), device, options.smoke)
@@ -53,25 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     write_json(options.json, {"environment": where, "median_us": figures})
 
 
-def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.guard_cost", description=__doc__)
-    parser.add_argument("--json", type=Path, default=None, metavar="PATH")
-    parser.add_argument("--smoke", action="store_true", help="few rounds: the code, not the figures")
-    return parser.parse_args(arguments)
-
-
 def _measured(checks: Mapping[str, Check], device: torch.device, smoke: bool) -> dict[str, Timing]:
     rounds, calls = (3, 5) if smoke else (151, 10)
     return interleaved(checks, device=device, rounds=rounds, steps_a_round=calls, host_calls=1)
 
 
 def _table(title: str, timings: Mapping[str, Timing], where: Mapping[str, str]) -> Table:
-    table = Table(title=f"{title}; {', '.join(where.values())}", title_justify="left")
-    table.add_column("what")
-    table.add_column("µs, median (quartiles)", justify="right")
-    for name, timing in timings.items():
-        table.add_row(name, str(timing.step))
-    return table
+    rows = [(name, timing.step) for name, timing in timings.items()]
+    return table_of(f"{title}; {', '.join(where.values())}", "what | µs, median (quartiles)", rows)
 
 
 # -- the guards themselves -----------------------------------------------------------------------------------------

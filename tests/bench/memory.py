@@ -8,11 +8,8 @@ clock, and captured on the clock; *taken* is by how much the device's free memor
 
 from __future__ import annotations
 
-import argparse
 import gc
-import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +18,16 @@ from rich.table import Table
 
 import graphpass as gp
 from tests.bench.decoder import SPLITTING_OP, DecoderSizes, make_decoder
-from tests.bench.timing import environment, free_bytes, synchronize, write_json
+from tests.bench.timing import (
+    environment,
+    free_bytes,
+    gpu_or_cpu,
+    is_skipped,
+    parser_of,
+    seconds,
+    table_of,
+    write_json,
+)
 
 MIB = 1 << 20
 LADDER = (1, 2, 4, *range(8, 129, 8), *range(160, 513, 32))
@@ -32,25 +38,16 @@ Figures = dict[str, Any]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a row for each model."""
-    options = _parsed(arguments)
-    console = Console(width=140)
-    if not options.smoke and not torch.cuda.is_available():
-        console.print("memory needs a GPU: skipped (--smoke runs tiny sizes on a CPU)")
+    options = parser_of("memory", __doc__).parse_args(arguments)
+    if is_skipped("memory", options):
         return
-    device = torch.device("cpu") if options.smoke else torch.device("cuda", torch.cuda.current_device())
+    device = gpu_or_cpu(options.smoke)
     figures: Figures = {"environment": environment(device), "models": []}
     for name, make in MODELS.items():
         figures["models"].append({"name": name, **_measured(make(device, options.smoke), device, options.smoke)})
         write_json(options.json, figures)
         gc.collect()
-    console.print(_table(figures))
-
-
-def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.memory", description=__doc__)
-    parser.add_argument("--json", type=Path, default=None, metavar="PATH")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes on a CPU")
-    return parser.parse_args(arguments)
+    Console(width=140).print(_table(figures))
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -113,10 +110,9 @@ def _measured(manager: gp.CudaGraphManager, device: torch.device, smoke: bool) -
     manager.estimate()
     manager.dispatcher.add_key("PIECEWISE", gp.BatchDescriptor(SMOKE_ONE_MORE if smoke else ONE_MORE))
     estimate = manager.estimate()
-    free, started = free_bytes(device), time.perf_counter()
-    manager.capture()
-    synchronize(device)
-    seconds, taken = time.perf_counter() - started, free - free_bytes(device)
+    free = free_bytes(device)
+    capture_s = seconds(manager.capture, device)
+    taken = free - free_bytes(device)
     groups = manager.stats().groups
     found = {
         "keys": sum(group.num_keys for group in groups),
@@ -129,48 +125,31 @@ def _measured(manager: gp.CudaGraphManager, device: torch.device, smoke: bool) -
         "driver_bytes": sum(group.memory.driver_bytes for group in groups),
         "buffer_bytes": estimate.buffer_bytes,
         "estimate_seconds": estimate.seconds,
-        "capture_seconds": seconds,
+        "capture_seconds": capture_s,
     }
     manager.close()
     return found
 
 
 def _table(figures: Figures) -> Table:
-    where = ", ".join(figures["environment"].values())
-    table = Table(title=f"Memory of a capture, MiB; {where}", title_justify="left")
-    columns = (
-        "model",
-        "keys",
-        "sampled",
-        "estimated",
-        "taken",
-        "off by",
-        "pool: estimated",
-        "pool",
-        "cached",
-        "driver",
-    )
-    for column in (*columns, "buffers", "estimate s", "capture s", "share"):
-        table.add_column(column, justify="left" if column == "model" else "right")
-    for row in figures["models"]:
-        mib = {name: f"{value / MIB:.1f}" for name, value in row.items() if name.endswith("_bytes")}
-        table.add_row(
-            row["name"],
-            str(row["keys"]),
-            str(row["sampled"]),
-            mib["estimated_bytes"],
-            mib["taken_bytes"],
+    def mib(row: Figures, *names: str) -> list[str]:
+        return [f"{row[f'{name}_bytes'] / MIB:.1f}" for name in names]
+
+    rows = [
+        (
+            row["name"], row["keys"], row["sampled"], *mib(row, "estimated", "taken"),
             f"{(row['estimated_bytes'] - row['taken_bytes']) / MIB:+.1f}",
-            mib["estimated_pool_bytes"],
-            mib["pool_bytes"],
-            mib["cached_bytes"],
-            mib["driver_bytes"],
-            mib["buffer_bytes"],
-            f"{row['estimate_seconds']:.2f}",
-            f"{row['capture_seconds']:.2f}",
+            *mib(row, "estimated_pool", "pool", "cached", "driver", "buffer"),
+            f"{row['estimate_seconds']:.2f}", f"{row['capture_seconds']:.2f}",
             f"{row['estimate_seconds'] / row['capture_seconds']:.2f}",
         )
-    return table
+        for row in figures["models"]
+    ]  # fmt: skip
+    columns = (
+        "model | keys | sampled | estimated | taken | off by | pool: estimated | pool | cached | driver | buffers | "
+        "estimate s | capture s | share"
+    )
+    return table_of(f"Memory of a capture, MiB; {', '.join(figures['environment'].values())}", columns, rows)
 
 
 if __name__ == "__main__":

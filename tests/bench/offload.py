@@ -12,7 +12,6 @@ at once, and, with ``--png PATH``, a picture of both.
 
 from __future__ import annotations
 
-import argparse
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,12 +22,21 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import graphpass as gp
-from tests.bench.timing import Timing, environment, interleaved, synchronize, write_json
+from tests.bench.timing import (
+    Timing,
+    environment,
+    gpu_or_cpu,
+    interleaved,
+    is_skipped,
+    parser_of,
+    synchronize,
+    table_of,
+    write_json,
+)
 
 MODES = ("NONE", "PIECEWISE", "FULL")
 RESIDENT, COPIES = "resident, FULL", "copies alone"
@@ -187,25 +195,18 @@ def hidden_share(timings: Mapping[str, Timing], name: str) -> float:
 
 def printed(console: Console, setup: Setup, timings: Mapping[str, Timing], lines: Mapping[str, Timeline]) -> None:
     """The table."""
-    where = environment(setup.device)
-    title = (
-        f"{setup.num_layers} layers of {setup.width}, {setup.num_tokens} tokens, {setup.num_slots} slots, {setup.dtype}"
-    )
-    table = Table(
-        "form",
-        "step µs (quartiles)",
-        "host µs",
-        "hidden share",
-        "copies µs",
-        "of it beside kernels µs",
-        title=f"{title}; {where['device']}, torch {where['torch']}",
-    )
+    where, rows = environment(setup.device), []
     for name, timing in timings.items():
         share = f"{hidden_share(timings, name):.2f}" if name.startswith("offloaded") else ""
         line = lines.get(name)
         profiled = ("", "") if line is None else (f"{line.copied_us:.0f}", f"{line.both_us:.0f}")
-        table.add_row(name, str(timing.step), str(timing.host), share, *profiled)
-    console.print(table)
+        rows.append((name, timing.step, timing.host, share, *profiled))
+    title = (
+        f"{setup.num_layers} layers of {setup.width}, {setup.num_tokens} tokens, {setup.num_slots} slots, "
+        f"{setup.dtype}; {where['device']}, torch {where['torch']}"
+    )
+    columns = "form | step µs (quartiles) | host µs | hidden share | copies µs | of it beside kernels µs"
+    console.print(table_of(title, columns, rows))
 
 
 def drawn(path: Path, lines: Mapping[str, Timeline]) -> None:
@@ -232,19 +233,14 @@ def drawn(path: Path, lines: Mapping[str, Timeline]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write what was asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, on a CPU if there is no GPU")
+    parser = parser_of("offload", __doc__, "tiny sizes, on a CPU if there is no GPU", rounds=15)
     parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 4096])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--png", type=Path, help="write a picture of the last batch's forwards here")
     given = parser.parse_args(arguments)
-    console = Console()
-    is_cuda = torch.cuda.is_available()
-    if not is_cuda and not given.smoke:
-        console.print("offload needs a GPU: skipped")
+    if is_skipped("offload", given):
         return
-    device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+    console, device = Console(), gpu_or_cpu()
+    is_cuda = device.type == "cuda"
     rows: list[dict[str, Any]] = []
     for num_tokens in [8] if given.smoke else given.tokens:
         setup = (

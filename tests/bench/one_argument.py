@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 import graphpass as gp
+from tests.bench.timing import in_process
 
 NUM_BATCHES, LARGEST = 60, 32
 MOST_PASSES = 40
@@ -148,13 +146,8 @@ def measure(name: str, variant: str, passes: int) -> dict[str, Any]:
         for batch in batches:
             expected, found = (first_tensor(f(**batch)).float() for f in (model, run))
             worst = max(worst, float((found - expected).norm() / expected.norm()))
-    figures = {
-        "ms": statistics.median(step_ms),
-        "host_us": statistics.median(host_us),
-        "first_s": first_s,
-        "mib": memory,
-        "difference": worst,
-    }
+    medians = {"ms": statistics.median(step_ms), "host_us": statistics.median(host_us)}
+    figures = {**medians, "first_s": first_s, "mib": memory, "difference": worst}
     if variant.startswith("cgpass"):
         figures |= {"graphs": captured(run, variant), "settled": settled, "report": str(gp.runtime_of(run).report())}
     return figures
@@ -189,14 +182,8 @@ def main() -> None:
 
 
 def _in_process(name: str, variant: str, passes: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as cache:
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
-        command = [sys.executable, "-m", "tests.bench.one_argument", "--one", name, variant, "--passes", str(passes)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        Console(stderr=True).print(done.stderr[-3000:], markup=False)
-        return {}
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    with tempfile.TemporaryDirectory() as caches:
+        return in_process("one_argument", ["--one", name, variant, "--passes", str(passes)], Path(caches))
 
 
 if __name__ == "__main__":

@@ -7,17 +7,14 @@ that stay where they are: neither reduce-overhead nor cgpass knows that, so both
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 
-from tests.bench.timing import Timing, environment, interleaved, write_json
+from tests.bench.timing import Timing, environment, gpu_or_cpu, interleaved, parser_of, table_of, write_json
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "Adam": (torch.optim.Adam, {"lr": 1e-3}),
@@ -28,22 +25,19 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--smoke", action="store_true")
+    parser = parser_of("optimizer_step", __doc__, "few small parameters, few rounds")
     parser.add_argument("--compiler", default="inductor", help="of cgpass; the GPU's figures are taken with Inductor")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    device = gpu_or_cpu()
     found = {kind: _measured(kind, device, options.compiler, options.smoke) for kind in KINDS}
     where = environment(device)
-    table = Table(
-        "optimizer", "variant", "ms a step", "host ms a step", title=f"{where['device']}, torch {where['torch']}"
-    )
-    for kind, timings in found.items():
-        for variant, timing in timings.items():
-            table.add_row(kind, variant, f"{timing.step.median / 1e3:.3f}", f"{timing.host.median / 1e3:.3f}")
-    Console(width=100).print(table)
+    title, columns = f"{where['device']}, torch {where['torch']}", "optimizer | variant | ms a step | host ms a step"
+    rows = [
+        (kind, variant, f"{timing.step.median / 1e3:.3f}", f"{timing.host.median / 1e3:.3f}")
+        for kind, timings in found.items()
+        for variant, timing in timings.items()
+    ]
+    Console(width=100).print(table_of(title, columns, rows))
     payload = {
         kind: {variant: {"step_us": t.step.median, "host_us": t.host.median} for variant, t in timings.items()}
         for kind, timings in found.items()
@@ -66,13 +60,8 @@ def _measured(kind: str, device: torch.device, compiler: str, smoke: bool) -> di
         for _ in range(4):
             step()
     few = smoke or device.type != "cuda"
-    return interleaved(
-        steps,
-        device=device,
-        rounds=3 if few else 15,
-        steps_a_round=3 if few else 50,
-        host_calls=3 if few else 50,
-    )
+    rounds, steps_a_round = (3, 3) if few else (15, 50)
+    return interleaved(steps, device=device, rounds=rounds, steps_a_round=steps_a_round, host_calls=steps_a_round)
 
 
 def _optimizer(kind: str, device: torch.device, smoke: bool, **implementation: Any) -> torch.optim.Optimizer:

@@ -15,13 +15,13 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from graphpass import EncoderOptions
 from graphpass.encoder import EncoderAxis, EncoderCudaGraphConfig, EncoderItemSpec, PackingCosts, pack_items
 from graphpass.encoder.costs import EagerCurve, EncoderCosts
 from graphpass.encoder.options import keys_of
 from graphpass.encoder.planner import BatchPlanner
+from tests.bench.timing import table_of
 
 ITEMS = (200, 2000, 4000)
 ROUNDS = 25
@@ -94,20 +94,14 @@ def fastest_ms(run: Callable[[], object]) -> float:
 def main(items: tuple[int, ...] = ITEMS) -> None:
     """Print the table."""
     torch.set_num_threads(1)
-    table = Table(
-        "items", "greedy", "7 budgets", "48 budgets", "planner", "and an axis", title=f"ms, the fastest of {ROUNDS}"
-    )
+    rows = []
     for count in items:
         tokens = mixed(count)
-        runs = (
-            by_tokens(48, tokens, has_costs=False),
-            by_tokens(7, tokens, has_costs=True),
-            by_tokens(48, tokens, has_costs=True),
-            by_planner(tokens, has_axis=False),
-            by_planner(tokens, has_axis=True),
-        )
-        table.add_row(str(count), *(f"{fastest_ms(run):.2f}" for run in runs))
-    Console(width=120).print(table)
+        runs = [by_tokens(budgets, tokens, has_costs=costs) for budgets, costs in ((48, False), (7, True), (48, True))]
+        runs += [by_planner(tokens, has_axis=has_axis) for has_axis in (False, True)]
+        rows.append((count, *(f"{fastest_ms(run):.2f}" for run in runs)))
+    columns = "items | greedy | 7 budgets | 48 budgets | planner | and an axis"
+    Console(width=120).print(table_of(f"ms, the fastest of {ROUNDS}", columns, rows))
 
 
 if __name__ == "__main__":

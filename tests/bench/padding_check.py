@@ -12,7 +12,6 @@ beside the model's parameters. On a CPU the times are CPU seconds.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +23,8 @@ from rich.table import Table
 from torch import nn
 
 import graphpass as gp
-from tests.bench.timing import environment, synchronize
+from tests.bench import timing
+from tests.bench.timing import environment, gpu_or_cpu, parser_of
 
 KEY, REAL = 128, 100
 COLUMNS = ("model", "type", "eager ms", "padded call ms", "checked call ms", "of eager", "of eager in float64",
@@ -32,21 +32,22 @@ COLUMNS = ("model", "type", "eager ms", "padded call ms", "checked call ms", "of
 Call = Callable[..., Any]
 
 
-def bert(*, smoke: bool) -> nn.Module:
-    """BERT of the base size."""
+SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+LARGE = {"num_hidden_layers": 16, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 2816}
+
+
+def bert(**sizes: int) -> nn.Module:
+    """A BERT encoder, of the base size where nothing is said."""
     from transformers import BertConfig, BertModel
 
-    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
-    return BertModel(BertConfig(**(sizes if smoke else {})))
+    return BertModel(BertConfig(**sizes)).eval()
 
 
-def llama(*, smoke: bool) -> nn.Module:
-    """A small Llama decoder without a cache."""
+def llama(**sizes: int) -> nn.Module:
+    """A Llama decoder without a cache."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
-    large = {"num_hidden_layers": 16, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 2816}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=32000, use_cache=False, **(sizes if smoke else large)))
+    return LlamaForCausalLM(LlamaConfig(use_cache=False, **sizes)).eval()
 
 
 class Unproved(nn.Module):
@@ -68,14 +69,8 @@ def arguments(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tens
 
 
 def seconds(call: Call, device: torch.device, calls: int = 1) -> float:
-    """Of one call, the mean of several."""
-    clock = time.perf_counter if device.type == "cuda" else time.process_time
-    synchronize(device)
-    start_s = clock()
-    for _ in range(calls):
-        call()
-    synchronize(device)
-    return (clock() - start_s) / calls
+    """Of one call, the mean of several; CPU seconds on a CPU."""
+    return timing.seconds(call, device, time.perf_counter if device.type == "cuda" else time.process_time, calls)
 
 
 def peak_bytes(call: Call, device: torch.device) -> int:
@@ -89,10 +84,12 @@ def peak_bytes(call: Call, device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def measure(name: str, make: Call, dtype: torch.dtype, device: torch.device, *, smoke: bool) -> tuple[str, ...]:
+def measure(
+    name: str, make: Call, sizes: dict[str, int], dtype: torch.dtype, device: torch.device, *, smoke: bool
+) -> tuple[str, ...]:
     """One row of the table."""
     torch.compiler.reset()
-    model = Unproved(make(smoke=smoke)).to(device=device, dtype=dtype).eval()
+    model = Unproved(make(**sizes)).to(device=device, dtype=dtype).eval()
     options = {
         "compiler": "eager" if smoke else "inductor",
         "dynamic_dims": {"ids": 1, "mask": 1},
@@ -122,16 +119,18 @@ def measure(name: str, make: Call, dtype: torch.dtype, device: torch.device, *, 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.padding_check", description=__doc__)
-    parser.add_argument("--smoke", action="store_true", help="tiny models: the code, not the figures")
-    smoke = parser.parse_args(arguments).smoke
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    smoke = parser_of("padding_check", __doc__, "tiny models: the code, not the figures").parse_args(arguments).smoke
+    device = gpu_or_cpu()
+    models = (
+        ("BERT", bert, SMALL if smoke else {}),
+        ("Llama", llama, {**(SMALL if smoke else LARGE), "vocab_size": 32000}),
+    )
     title = ", ".join(environment(device).values())
     table = Table(*COLUMNS, title=f"{title}: 4 sequences of {REAL} tokens, padded to {KEY}")
     with torch.no_grad():
         for dtype in (torch.float32, torch.bfloat16):
-            for name, make in (("BERT", bert), ("Llama", llama)):
-                table.add_row(*measure(name, make, dtype, device, smoke=smoke))
+            for name, make, sizes in models:
+                table.add_row(*measure(name, make, sizes, dtype, device, smoke=smoke))
     Console(width=140).print(table)
 
 

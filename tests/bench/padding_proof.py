@@ -31,59 +31,19 @@ from graphpass.compile import RegionCompiler, traced_regions
 from graphpass.regions import AtenGraph, PaddingProof, Partition
 from graphpass.regions.floats import floats_as_tensors
 from graphpass.regions.padding import prove_partition
+from tests.bench.padding_check import bert, llama
 
 LAYERS = (12, 48)
 WIDTH, HEADS, NUM_IDS = 64, 4, 100
 ATTENTION = "torch.nn.functional.scaled_dot_product_attention"
 
 
-def bert(num_layers: int) -> nn.Module:
-    """A BERT encoder."""
-    from transformers import BertConfig, BertModel
-
-    return BertModel(
-        BertConfig(
-            num_hidden_layers=num_layers,
-            hidden_size=WIDTH,
-            num_attention_heads=HEADS,
-            intermediate_size=2 * WIDTH,
-            vocab_size=NUM_IDS,
-        )
-    ).eval()
-
-
-def llama(num_layers: int) -> nn.Module:
-    """A Llama decoder without a cache."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            num_hidden_layers=num_layers,
-            hidden_size=WIDTH,
-            num_attention_heads=HEADS,
-            num_key_value_heads=HEADS // 2,
-            intermediate_size=2 * WIDTH,
-            vocab_size=NUM_IDS,
-            use_cache=False,
-        )
-    ).eval()
-
-
-COLUMNS = (
-    "model",
-    "layers",
-    "compiler",
-    "regions",
-    "call",
-    "compile",
-    "proof",
-    "of compile",
-    "of call",
-    "again",
-    "proved",
-)
-
-MODELS: dict[str, Callable[[int], nn.Module]] = {"BERT": bert, "Llama": llama}
+SIZES = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "intermediate_size": 2 * WIDTH, "vocab_size": NUM_IDS}
+MODELS: dict[str, Callable[[int], nn.Module]] = {
+    "BERT": lambda layers: bert(num_hidden_layers=layers, **SIZES),
+    "Llama": lambda layers: llama(num_hidden_layers=layers, num_key_value_heads=HEADS // 2, **SIZES),
+}
+COLUMNS = "model | layers | compiler | regions | call | compile | proof | of compile | of call | again | proved"
 
 
 @dataclass
@@ -185,7 +145,7 @@ def measure(name: str, num_layers: int, compiler: str, splitting_ops: tuple[str,
 def main(layers: tuple[int, ...] = LAYERS) -> None:
     """Print the table, a row as soon as it is measured."""
     console = Console(width=140)
-    table = Table(*COLUMNS, title=f"torch {torch.__version__}, CPU seconds")
+    table = Table(*COLUMNS.split(" | "), title=f"torch {torch.__version__}, CPU seconds")
     with inductor_config.patch(compile_threads=1):  # compilers in this process, so that their seconds count
         measure("BERT", 1, "inductor", ())  # imports
         for num_layers, compiler, name in itertools.product(layers, ("aot_eager", "inductor"), MODELS):

@@ -19,11 +19,12 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.table import Table
 from torch import fx, nn
 
 from graphpass import partition
 from graphpass.regions import split
+from tests.bench.decoder import RMSNorm
+from tests.bench.timing import table_of
 
 LAYERS = (24, 96, 240)
 ROUNDS = 3
@@ -53,19 +54,6 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(q)
 
 
-class RMSNorm(nn.Module):
-    """Written out, as stock models do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(HIDDEN))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.to(torch.float32)
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return self.weight * wide.to(x.dtype)
-
-
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary embedding of ``[num_tokens, num_heads, head_dim]``."""
     half = x.shape[-1] // 2
@@ -78,7 +66,7 @@ class Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.input_norm, self.output_norm = RMSNorm(), RMSNorm()
+        self.input_norm, self.output_norm = RMSNorm(HIDDEN), RMSNorm(HIDDEN)
         self.q, self.k, self.v, self.o = (nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(4))
         self.gate, self.up = (nn.Linear(HIDDEN, 2 * HIDDEN, bias=False) for _ in range(2))
         self.down = nn.Linear(2 * HIDDEN, HIDDEN, bias=False)
@@ -99,7 +87,7 @@ class Decoder(nn.Module):
     def __init__(self, num_layers: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
-        self.norm = RMSNorm()
+        self.norm = RMSNorm(HIDDEN)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         frequencies = torch.arange(HIDDEN // NUM_HEADS // 2) / HIDDEN
@@ -169,25 +157,17 @@ def measure(num_layers: int) -> Timing:
 def main(layers: tuple[int, ...] = LAYERS) -> None:
     """Print the table: medians over the rounds, after one run that warms torch's own caches."""
     measure(1)
-    table = Table(
-        "layers",
-        "nodes",
-        "trace",
-        "partition",
-        *PHASES.values(),
-        "ms a node",
-        title=f"torch {torch.__version__}, CPU seconds, median of {ROUNDS}",
-    )
+    rows = []
     for num_layers in layers:
         rounds = [measure(num_layers) for _ in range(ROUNDS)]
         partition_s = statistics.median(r.partition_s for r in rounds)
         phases = [statistics.median(r.phase_s[phase] for r in rounds) for phase in PHASES.values()]
         num_nodes = rounds[0].num_nodes
         seconds = [statistics.median(r.trace_s for r in rounds), partition_s, *phases]
-        table.add_row(
-            str(num_layers), str(num_nodes), *(f"{s:.3f}" for s in seconds), f"{partition_s / num_nodes * 1e3:.3f}"
-        )
-    Console(width=120).print(table)
+        rows.append((num_layers, num_nodes, *(f"{s:.3f}" for s in seconds), f"{partition_s / num_nodes * 1e3:.3f}"))
+    title = f"torch {torch.__version__}, CPU seconds, median of {ROUNDS}"
+    columns = f"layers | nodes | trace | partition | {' | '.join(PHASES.values())} | ms a node"
+    Console(width=120).print(table_of(title, columns, rows))
 
 
 if __name__ == "__main__":

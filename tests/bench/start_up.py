@@ -15,9 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +29,18 @@ from rich.table import Table
 import graphpass as gp
 from tests.bench.decoder import DecoderSizes, make_decoder
 from tests.bench.decoder_step import FULL, PIECEWISE, Engine, reduce_overhead
-from tests.bench.timing import environment, plain_compiled, synchronize, write_json
+from tests.bench.timing import (
+    environment,
+    gpu_or_cpu,
+    in_process,
+    is_skipped,
+    listed,
+    parser_of,
+    plain_compiled,
+    synchronize,
+    table_of,
+    write_json,
+)
 
 LAYERS = "layers"
 FIRST_STEP = "torch.compile, first step"
@@ -52,15 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(_figure(options)))
         return
     console = Console(width=140)
-    if not options.smoke and not torch.cuda.is_available():
-        console.print("start_up needs a GPU: skipped (--smoke runs tiny sizes on a CPU)")
+    if is_skipped("start_up", options):
         return
-    figures: Figures = {
-        "environment": environment(_device(options)),
-        "batch": options.batch,
-        "start_up": [],
-        "layers": [],
-    }
+    where = environment(gpu_or_cpu(options.smoke))
+    figures: Figures = {"environment": where, "batch": options.batch, "start_up": [], "layers": []}
     for name in _variants(options, console):
         figures["start_up"].append(_cold_and_warm(name, options, console))
         write_json(options.json, figures)
@@ -73,18 +76,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.start_up", description=__doc__)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--layers", type=int, default=None, help="of the start-up table; default 28, with --smoke 3")
-    parser.add_argument("--layer-counts", type=lambda text: [int(part) for part in text.split(",")], default=[24, 240])
-    parser.add_argument("--json", type=Path, default=None, metavar="PATH")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes on a CPU")
+    parser = parser_of("start_up", __doc__, batch=8, layers=None)
+    parser.add_argument("--layer-counts", type=listed, default=[24, 240])
     parser.add_argument("--figure", default=None, help="take one figure in this process and print it as JSON")
-    return parser.parse_args(arguments)
-
-
-def _device(options: argparse.Namespace) -> torch.device:
-    return torch.device("cpu") if options.smoke else torch.device("cuda", torch.cuda.current_device())
+    options: argparse.Namespace = parser.parse_args(arguments)
+    return options
 
 
 def _variants(options: argparse.Namespace, console: Console) -> list[str]:
@@ -109,67 +105,45 @@ def _cold_and_warm(name: str, options: argparse.Namespace, console: Console, num
 
 
 def _in_a_process(name: str, options: argparse.Namespace, num_layers: int, caches: Path) -> Figures:
-    command = [sys.executable, "-m", "tests.bench.start_up", "--figure", name]
-    command += ["--batch", str(options.batch), "--layers", str(num_layers)] + ["--smoke"] * options.smoke
-    environ = {
-        **os.environ,
-        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
-        "TRITON_CACHE_DIR": str(caches / "triton"),
-    }
+    arguments = ["--figure", name, "--batch", str(options.batch), "--layers", str(num_layers)]
     start = time.perf_counter()
-    finished = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
-    figures: Figures = json.loads(finished.stdout.splitlines()[-1])
+    figures = in_process("start_up", arguments + ["--smoke"] * options.smoke, caches)
+    if not figures:
+        raise RuntimeError(f"the process of {name} has failed")
     return {**figures, "process_seconds": time.perf_counter() - start}
 
 
 def _start_up_table(figures: Mapping[str, Any]) -> Table:
-    where = figures["environment"]
-    table = Table(
-        "until",
-        title=f"Start-up, batch {figures['batch']}, {where['device']}, torch {where['torch']}: seconds",
-        title_justify="left",
-    )
-    for column in ("cold", "÷ reduce-overhead", "warm", "÷ reduce-overhead", "whole process, cold"):
-        table.add_column(column, justify="right")
+    where, rows = figures["environment"], []
     reference = next((row for row in figures["start_up"] if row["name"] == REDUCE_OVERHEAD), None)
     for row in figures["start_up"]:
         cells = [row["name"]]
         for state in ("cold", "warm"):
             seconds = row[state]["seconds"]
             cells += [f"{seconds:.2f}", f"{seconds / reference[state]['seconds']:.2f}" if reference else ""]
-        table.add_row(*cells, f"{row['cold']['process_seconds']:.1f}")
-    return table
+        rows.append((*cells, f"{row['cold']['process_seconds']:.1f}"))
+    columns = "until | cold | ÷ reduce-overhead | warm | ÷ reduce-overhead | whole process, cold"
+    title = f"Start-up, batch {figures['batch']}, {where['device']}, torch {where['torch']}: seconds"
+    return table_of(title, columns, rows)
 
 
 def _layers_table(figures: Mapping[str, Any]) -> Table:
-    columns = {
-        "layers": "num_layers",
-        "captured": "captured",
-        "eager": "eager",
-        "artifacts": "artifacts",
-        "the rest s": "rest",
-        "partition and stitch s": "partition",
-        "hash s": "key",
-        "region compile s": "compile",
-        "first call s": "seconds",
-    }
-    table = Table(
-        title="One compile of small layers, cold caches; the rest is Dynamo's trace, imports and one step",
-        title_justify="left",
+    names = ("num_layers", "captured", "eager", "artifacts", "rest", "partition", "key", "compile", "seconds")
+    columns = (
+        "layers | captured | eager | artifacts | the rest s | partition and stitch s | hash s | region compile s | "
+        "first call s"
     )
-    for column in columns:
-        table.add_column(column, justify="right")
-    for row in figures["layers"]:
-        values = [row[name] for name in columns.values()]
-        table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in values))
-    return table
+    values = [[row[name] for name in names] for row in figures["layers"]]
+    rows = [[f"{value:.3f}" if isinstance(value, float) else value for value in row] for row in values]
+    title = "One compile of small layers, cold caches; the rest is Dynamo's trace, imports and one step"
+    return table_of(title, columns, rows)
 
 
 # -- the process of one figure ---------------------------------------------------------------------------------------
 
 
 def _figure(options: argparse.Namespace) -> Figures:
-    device = _device(options)
+    device = gpu_or_cpu(options.smoke)
     small = options.smoke or options.figure == LAYERS
     sizes = DecoderSizes.small(options.layers) if small else DecoderSizes(options.layers)
     dtype = torch.float32 if options.smoke else torch.bfloat16

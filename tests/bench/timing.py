@@ -1,4 +1,4 @@
-"""How the benchmarks measure: interleaved rounds in one process, and graphs captured by hand to measure against.
+"""How the benchmarks are asked, measure, and print: arguments, interleaved rounds, processes, graphs by hand, tables.
 
 Two figures for one step. *Step time*: several steps are enqueued between two synchronisations, and the time divided by
 their number, so that the slower of host and device counts. *Host time*: the device is idle when one step is enqueued,
@@ -7,30 +7,25 @@ and only the enqueueing is timed; what the device does with it afterwards is not
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import platform
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from graphpass.cli.benchmark import Spread, host_us, in_rounds
 from graphpass.ladder.modelstate import entry_of
-
-__all__ = [
-    "HandCapture",
-    "Spread",
-    "Timing",
-    "environment",
-    "interleaved",
-    "plain_compiled",
-    "synchronize",
-    "write_json",
-]
 
 Step = Callable[[], Any]
 
@@ -55,17 +50,80 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def parser_of(name: str, doc: str | None, smoke: str = "tiny sizes on a CPU", **numbers: int | None) -> Any:
+    """A parser with ``--smoke``, ``--json PATH``, and an option for each number with its default."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m tests.bench.{name}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--smoke", action="store_true", help=smoke)
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures here")
+    for number, default in numbers.items():
+        parser.add_argument(f"--{number}", type=int, default=default, help="default: as published, fewer with --smoke")
+    return parser
+
+
+def listed(text: str) -> list[int]:
+    """Numbers with commas between them, of the command line."""
+    return [int(part) for part in text.split(",")]
+
+
+def is_skipped(name: str, options: Any) -> bool:
+    """Whether there is no GPU for what needs one, and says so."""
+    if options.smoke or torch.cuda.is_available():
+        return False
+    Console().print(f"{name} needs a GPU: skipped (--smoke runs tiny sizes on a CPU)")
+    return True
+
+
+def gpu_or_cpu(smoke: bool = False) -> torch.device:
+    """The GPU where there is one, unless for a smoke test."""
+    is_cuda = torch.cuda.is_available() and not smoke
+    return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+
+
+def table_of(title: str, columns: str, rows: Iterable[Sequence[Any]]) -> Table:
+    """A table with these columns, ``|`` between them; all but the first are figures."""
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns.split(" | ")):
+        table.add_column(column, justify="right" if number else "left", no_wrap=not number)
+    for row in rows:
+        table.add_row(*map(str, row))
+    return table
+
+
+def seconds(call: Step, device: torch.device, clock: Callable[[], float] = time.perf_counter, calls: int = 1) -> float:
+    """Of one call, device work included; the mean of several."""
+    synchronize(device)
+    start_s = clock()
+    for _ in range(calls):
+        call()
+    synchronize(device)
+    return (clock() - start_s) / calls
+
+
+def in_process(module: str, arguments: Sequence[str], caches: Path) -> dict[str, Any]:
+    """The figures that the last line of a process of its own holds as JSON; compiler caches lie in a folder."""
+    environ = {**os.environ, **cache_folders(caches)}
+    command = [sys.executable, "-m", f"tests.bench.{module}", *arguments]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    if done.returncode:
+        Console(stderr=True).print(done.stderr[-3000:], markup=False)
+        return {}
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def cache_folders(caches: Path) -> dict[str, str]:
+    """Settings of the environment that keep what is compiled in a folder."""
+    return {"TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "TRITON_CACHE_DIR": str(caches / "triton")}
+
+
 def interleaved(
     steps: Mapping[str, Step], *, device: torch.device, rounds: int, steps_a_round: int, host_calls: int
 ) -> dict[str, Timing]:
     """Measure every variant once a round, see :func:`graphpass.cli.benchmark.in_rounds`.
 
-    Args:
-        steps: name -> what one step calls.
-        device: what to wait for.
-        rounds: values behind each median.
-        steps_a_round: steps between two synchronisations.
-        host_calls: steps enqueued on an idle device, one at a time; their median is the value of the round.
+    A round's step time is that of ``steps_a_round`` steps between two synchronisations; its host time is the median of
+    ``host_calls`` steps, enqueued on an idle device one at a time.
     """
     figures = {
         "step": partial(_step_us, device=device, count=steps_a_round),
@@ -75,12 +133,7 @@ def interleaved(
 
 
 def _step_us(step: Step, device: torch.device, count: int) -> float:
-    synchronize(device)
-    start = time.perf_counter()
-    for _ in range(count):
-        step()
-    synchronize(device)
-    return (time.perf_counter() - start) / count * 1e6
+    return seconds(step, device, calls=count) * 1e6
 
 
 def environment(device: torch.device) -> dict[str, str]:

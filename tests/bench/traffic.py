@@ -8,17 +8,18 @@ whole traffic: it captures a size exactly before its first call where that costs
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import random
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Console
-from rich.table import Table
 
 from graphpass.dispatch.recurring import ExactSizes, OwnGraphs, RecurringSize, step_above
+from tests.bench.timing import table_of
 
 CALLS = (600, 10_000)
 CAPTURE_S = 0.05
@@ -111,9 +112,7 @@ class Outcome:
 class Simulation:
     """One callable with the default ladder, whose ladder keys are captured before the traffic starts.
 
-    Args:
-        model: the times of its graphs.
-        limit: the most bytes of exact graphs, which have 2 MiB each.
+    Exact graphs have 2 MiB each, and all of them at most ``limit`` bytes.
     """
 
     def __init__(self, model: Model, limit: int = 256 * MIB) -> None:
@@ -207,37 +206,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     seeds = range(parser.parse_args().seeds)
-    table = Table(
-        "model", "traffic", "calls", "captures", "waste + captures, ms", "best in hindsight", "of the best",
-        "of the whole", "padding alone", "first", "within 1 %", "P99 ms", "without", "good",
-    )  # fmt: skip
-    for model in MODELS:
-        for traffic in TRAFFIC:
-            for calls in CALLS:
-                found = [simulated(model, traffic, calls, seed) for seed in seeds]
+    rows = [
+        (model.name, traffic, calls, *described([simulated(model, traffic, calls, seed) for seed in seeds]))
+        for model, traffic, calls in itertools.product(MODELS, TRAFFIC, CALLS)
+    ]
+    columns = (
+        "model | traffic | calls | captures | waste + captures, ms | best in hindsight | of the best | of the whole | "
+        "padding alone | first | within 1 % | P99 ms | without | good"
+    )
+    Console(width=190).print(table_of("", columns, rows))
 
-                def mean(of: Callable[[Outcome], float], found: Sequence[Outcome] = found) -> float:
-                    return statistics.fmean(map(of, found))
 
-                settled = [outcome.settled for outcome in found]
-                firsts = [outcome.first for outcome in found if outcome.first is not None]
-                table.add_row(
-                    model.name,
-                    traffic,
-                    str(calls),
-                    f"{mean(lambda o: o.captures):.0f}",
-                    f"{mean(lambda o: o.cost_s) * 1e3:.0f}",
-                    f"{mean(lambda o: o.best_s) * 1e3:.0f}",
-                    f"{mean(lambda o: o.cost_s / max(o.best_s, 1e-9)):.2f}",
-                    f"{mean(lambda o: o.cost_s / o.whole_s):.1%}",
-                    f"{mean(lambda o: (sum(o.padded) - o.exact_s) / sum(o.padded)):.1%}",
-                    str(min(firsts, default="-")),
-                    str(max(s for s in settled if s is not None)) if None not in settled else "-",
-                    f"{mean(lambda o: percentile(o.calls, 0.99)) * 1e3:.2f}",
-                    f"{mean(lambda o: percentile(o.padded, 0.99)) * 1e3:.2f}",
-                    str(sum(o.is_good for o in found)),
-                )
-    Console(width=190).print(table)
+def described(found: Sequence[Outcome]) -> Iterator[str]:
+    """The figures of one row."""
+
+    def mean(of: Callable[[Outcome], float]) -> float:
+        return statistics.fmean(map(of, found))
+
+    settled = [outcome.settled for outcome in found]
+    yield f"{mean(lambda o: o.captures):.0f}"
+    yield f"{mean(lambda o: o.cost_s) * 1e3:.0f}"
+    yield f"{mean(lambda o: o.best_s) * 1e3:.0f}"
+    yield f"{mean(lambda o: o.cost_s / max(o.best_s, 1e-9)):.2f}"
+    yield f"{mean(lambda o: o.cost_s / o.whole_s):.1%}"
+    yield f"{mean(lambda o: (sum(o.padded) - o.exact_s) / sum(o.padded)):.1%}"
+    yield str(min((outcome.first for outcome in found if outcome.first is not None), default="-"))
+    yield str(max(s for s in settled if s is not None)) if None not in settled else "-"
+    yield f"{mean(lambda o: percentile(o.calls, 0.99)) * 1e3:.2f}"
+    yield f"{mean(lambda o: percentile(o.padded, 0.99)) * 1e3:.2f}"
+    yield str(sum(o.is_good for o in found))
 
 
 if __name__ == "__main__":

@@ -9,23 +9,19 @@ other one has compiled the same. ``--smoke`` runs tiny sizes on a CPU, where not
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from transformers import MistralConfig, MistralForCausalLM
 
 import graphpass as gp
-from tests.bench.timing import environment, synchronize, write_json
+from tests.bench.timing import environment, parser_of, seconds, table_of, write_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +41,9 @@ class Figures:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--smoke", action="store_true")
+    parser = parser_of("tuning", __doc__, width=2048, layers=8)
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=600.0, help="tune_seconds")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     device = torch.device("cpu" if options.smoke else "cuda")
     width, layers = (64, 2) if options.smoke else (options.width, options.layers)
@@ -64,14 +56,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rows.append(_measured(model, batch, variant, given, floor_ms))
             print(asdict(rows[-1]), flush=True)
     where = environment(device)
-    names = ("B", "variant", "replay, ms", "call, ms", "of the floor", "compile, s", "tuning, s", "settings", "error")
-    table = Table(*names, title=f"{where['device']}, torch {where['torch']}, floor {floor_ms:.3f} ms")
-    for row in rows:
-        table.add_row(
-            str(row.batch), row.variant, f"{row.replay_ms:.3f}", f"{row.call_ms:.3f}", f"{row.of_floor:.0%}",
+    columns = "B | variant | replay, ms | call, ms | of the floor | compile, s | tuning, s | settings | error"
+    cells = [
+        (
+            row.batch, row.variant, f"{row.replay_ms:.3f}", f"{row.call_ms:.3f}", f"{row.of_floor:.0%}",
             f"{row.compile_s:.0f}", f"{row.tuning_s:.0f}", row.settings, f"{row.error:.4f}",
-        )  # fmt: skip
-    Console(width=160).print(table)
+        )
+        for row in rows
+    ]  # fmt: skip
+    title = f"{where['device']}, torch {where['torch']}, floor {floor_ms:.3f} ms"
+    Console(width=160).print(table_of(title, columns, cells))
     write_json(options.json, {"environment": where, "floor_ms": floor_ms, "rows": list(map(asdict, rows))})
 
 
@@ -100,11 +94,7 @@ def _measured(model: Any, batch: int, variant: str, given: dict[str, Any], floor
     with torch.inference_mode():
         exact = deepcopy(model).float()(input_ids=ids, use_cache=False)[0]
         call = partial(compiled, input_ids=ids, use_cache=False)
-        start_s = time.perf_counter()
-        for _ in range(2):
-            call()
-        synchronize(model.device)
-        seconds = time.perf_counter() - start_s
+        compile_s = 2 * seconds(call, model.device, calls=2)
         error = float((call()[0].float() - exact).norm() / exact.norm())
         graphs = [
             entry.graph
@@ -120,21 +110,16 @@ def _measured(model: Any, batch: int, variant: str, given: dict[str, Any], floor
     settings = ", ".join(f"{found.region}: {found.settings}" for found in tuned)
     runtime.close()
     of_floor = floor_ms / replay_ms
-    return Figures(batch, variant, replay_ms, call_ms, of_floor, seconds - tuning_s, tuning_s, settings, error)
+    return Figures(batch, variant, replay_ms, call_ms, of_floor, compile_s - tuning_s, tuning_s, settings, error)
 
 
 def _median_ms(device: torch.device, step: Callable[[], Any], rounds: int = 15) -> float:
     """Of a step, over rounds of many steps between two synchronisations."""
-    count = 100 if device.type == "cuda" else 3
+    count, rounds = (100, rounds) if device.type == "cuda" else (3, 2)
     times = []
-    for _ in range(rounds if device.type == "cuda" else 2):
+    for _ in range(rounds):
         step()
-        synchronize(device)
-        start_s = time.perf_counter()
-        for _ in range(count):
-            step()
-        synchronize(device)
-        times.append((time.perf_counter() - start_s) / count * 1e3)
+        times.append(seconds(step, device, calls=count) * 1e3)
     return statistics.median(times)
 
 
