@@ -10,7 +10,7 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -177,25 +177,25 @@ def unpacked_from(node: fx.Node) -> fx.Node | None:
 
 def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any] | None) -> Analysis:
     """Fill in missing metadata, record which storages are written, and set :class:`GraphFacts` on every node."""
-    guarded = all(_has_value(node) for node in gm.graph.nodes if node.op == "placeholder")
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    guarded = all(map(_has_value, placeholders))
     if not guarded:
-        _examples_to_placeholders(gm.graph, example_inputs)
+        _examples_to_placeholders(placeholders, example_inputs)
     values = [value_of(node) for node in gm.graph.nodes]
     fake_mode = symbolic.fake_mode_of(values) or symbolic.new_fake_mode(values)
-    for node in gm.graph.nodes:
-        if node.op == "placeholder":
-            node.meta["example_value"] = symbolic.fakify(fake_mode, value_of(node))
+    for node in placeholders:
+        node.meta["example_value"] = symbolic.fakify(fake_mode, value_of(node))
     walk = _Walk(fake_mode)
-    with _modes_restored() as modes:
+    with ExitStack() as stack:
+        modes = _Modes(stack)
         for node in gm.graph.nodes:
             walk.visit(node, modes)
-    moving = [node for node in gm.graph.find_nodes(op="placeholder") if not dynamo.is_static_address(node)]
+    moving = [node for node in placeholders if not dynamo.is_static_address(node)]
     copied = frozenset[int]().union(*(storages_of(value_of(node)) for node in moving))
     facts = GraphFacts(_main_device(gm.graph), walk.readers, copied, _kept_memory(gm.graph, walk.memory, fake_mode))
     for node in gm.graph.nodes:
         node.meta[FACTS] = facts
     values_exchanged = {id(value_of(node)) for node in walk.exchanged}
-    placeholders = gm.graph.find_nodes(op="placeholder")
     return Analysis(walk.writes, guarded, frozenset(p for p in placeholders if id(value_of(p)) in values_exchanged))
 
 
@@ -203,8 +203,7 @@ def _has_value(node: fx.Node) -> bool:
     return "example_value" in node.meta or "val" in node.meta
 
 
-def _examples_to_placeholders(graph: fx.Graph, example_inputs: Sequence[Any] | None) -> None:
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+def _examples_to_placeholders(placeholders: Sequence[fx.Node], example_inputs: Sequence[Any] | None) -> None:
     examples = list(example_inputs or ())
     for position, node in enumerate(placeholders):
         if _has_value(node):
@@ -237,14 +236,11 @@ class _Walk:
         if node.op == "placeholder":
             self._bound |= free_symbols(value_of(node))
         elif node.op == "get_attr":
-            self._visit_attribute(node)
+            attribute = operator.attrgetter(str(node.target))(owner_of(node))
+            if isinstance(attribute, torch.Tensor) and not _has_value(node):
+                node.meta["example_value"] = symbolic.fakify(self.fake_mode, attribute)
         elif node.op in CALLS and not modes.follow(node):
             self._visit_call(node)
-
-    def _visit_attribute(self, node: fx.Node) -> None:
-        attribute = operator.attrgetter(str(node.target))(owner_of(node))
-        if isinstance(attribute, torch.Tensor) and not _has_value(node):
-            node.meta["example_value"] = symbolic.fakify(self.fake_mode, attribute)
 
     def _visit_call(self, node: fx.Node) -> None:
         known = _has_value(node)
@@ -342,31 +338,15 @@ def _writes_by_schema(overload: Any) -> bool:
 
 def subgraphs_are_pure(node: fx.Node) -> bool:
     """Whether a higher-order op has subgraphs and none of their ops writes to its arguments."""
-    owner = owner_of(node)
-    has_subgraph = False
-    for argument in node.all_input_nodes:
-        if argument.op != "get_attr":
-            continue
-        body = _attribute(owner, str(argument.target))
-        if isinstance(body, fx.GraphModule):
-            has_subgraph = True
-            if not all(_is_harmless(inner) for inner in body.graph.nodes):
-                return False
-    return has_subgraph
-
-
-def _attribute(owner: Any, path: str) -> Any:
-    for name in path.split("."):
-        owner = getattr(owner, name, None)
-    return owner
-
-
-def _is_harmless(node: fx.Node) -> bool:
-    if node.op not in CALLS:
-        return True
-    if operators.is_higher_order(node.target):
-        return subgraphs_are_pure(node)
-    return is_known_pure(node)
+    names = [str(argument.target) for argument in node.all_input_nodes if argument.op == "get_attr"]
+    bodies = [operator.attrgetter(name)(owner_of(node)) for name in names]
+    graphs = [body.graph for body in bodies if isinstance(body, fx.GraphModule)]
+    return bool(graphs) and all(
+        subgraphs_are_pure(inner) if operators.is_higher_order(inner.target) else is_known_pure(inner)
+        for graph in graphs
+        for inner in graph.nodes
+        if inner.op in CALLS
+    )
 
 
 class _Modes:
@@ -389,12 +369,6 @@ class _Modes:
             entered: Any = node.args[0]
             self._entered[entered]()
         return operators.is_mode_op(node.target)
-
-
-@contextmanager
-def _modes_restored() -> Iterator[_Modes]:
-    with ExitStack() as stack:
-        yield _Modes(stack)
 
 
 def _main_device(graph: fx.Graph) -> torch.device | None:

@@ -6,7 +6,7 @@ Each group becomes a graph module with flat inputs and outputs.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -33,27 +33,9 @@ from graphpass.regions.splitrules import SplitRule, read_by_storage, reshapes_in
 
 _OUTSIDE = "enter the mode around the call of the compiled model, not inside the model"
 
-ALLOCATIONS = frozenset(
-    f"aten::{name}"
-    for name in (
-        "empty",
-        "empty_like",
-        "empty_permuted",
-        "empty_strided",
-        "full",
-        "full_like",
-        "new_empty",
-        "new_empty_strided",
-        "new_full",
-        "new_ones",
-        "new_zeros",
-        "ones",
-        "ones_like",
-        "zeros",
-        "zeros_like",
-    )
-)
-
+_MADE = "empty empty_like new_empty empty_permuted empty_strided new_empty_strided full full_like new_full"
+_MADE_OF_ONE_NUMBER = "ones ones_like new_ones zeros zeros_like new_zeros"
+ALLOCATIONS = frozenset(f"aten::{name}" for name in f"{_MADE} {_MADE_OF_ONE_NUMBER}".split())
 
 Kind = Literal["captured", "eager"]
 
@@ -69,7 +51,9 @@ class NodeGroup:
 
 def assign(gm: fx.GraphModule, rules: Sequence[SplitRule], analysis: Analysis) -> tuple[NodeGroup, ...]:
     """Group the call nodes of a prepared graph into regions. May move allocations within ``gm``, nothing else."""
-    body = [node for node in gm.graph.nodes if node.op in CALLS and not _belongs_nowhere(node)]
+    calls = (node for node in gm.graph.nodes if node.op in CALLS and not is_rebuilt_output(node))
+    # Each region that uses a recomputed number or constant computes it.
+    body = [node for node in calls if not is_recomputed(node) or any(user.op == "output" for user in node.users)]
     reasons = _reasons(body, rules)
     _spread_over_spans(body, reasons)
     runs = _runs(body, reasons)
@@ -85,22 +69,17 @@ def assign(gm: fx.GraphModule, rules: Sequence[SplitRule], analysis: Analysis) -
         if is_trivial:
             group = NodeGroup("eager", tuple(nodes), (SplitReason("nothing to capture", _listed(nodes)),))
         else:
-            group = NodeGroup(kind, tuple(nodes), tuple(reason for n in nodes for reason in _located(n, reasons)))
+            located = (
+                replace(reason, where=reason.where or where_of(node.meta.get("stack_trace")))
+                for node in nodes
+                for reason in reasons.get(node, ())
+            )
+            group = NodeGroup(kind, tuple(nodes), tuple(located))
         if groups and groups[-1].kind == group.kind:
             last = groups.pop()
             group = NodeGroup(group.kind, last.nodes + group.nodes, last.reasons + group.reasons)
         groups.append(group)
     return tuple(NodeGroup(g.kind, g.nodes, tuple(dict.fromkeys(g.reasons))) for g in groups)
-
-
-def _located(node: fx.Node, reasons: Mapping[fx.Node, tuple[SplitReason, ...]]) -> Iterator[SplitReason]:
-    where = where_of(node.meta.get("stack_trace"))
-    return (replace(reason, where=reason.where or where) for reason in reasons.get(node, ()))
-
-
-def _belongs_nowhere(node: fx.Node) -> bool:
-    """Whether a node belongs to no region of its own: each region that uses this number or constant computes it."""
-    return is_rebuilt_output(node) or (is_recomputed(node) and not any(user.op == "output" for user in node.users))
 
 
 def _listed(nodes: Iterable[fx.Node]) -> str:
@@ -257,7 +236,13 @@ def _fold_allocations(runs: Runs, trivial: Sequence[bool]) -> Runs:
             if target is None:
                 nodes.append(node)
                 continue
-            _move(node, runs[target][1], at_end=target < position)
+            joined = runs[target][1]
+            if target < position:
+                joined[-1].append(node)
+                joined.append(node)
+            else:
+                joined[0].prepend(node)
+                joined.appendleft(node)
             run_of[node] = target
     return runs
 
@@ -284,15 +269,6 @@ def _joined_run(node: fx.Node, before: int | None, after: int | None, run_of: Ma
     return None
 
 
-def _move(node: fx.Node, nodes: deque[fx.Node], *, at_end: bool) -> None:
-    if at_end:
-        nodes[-1].append(node)
-        nodes.append(node)
-    else:
-        nodes[0].prepend(node)
-        nodes.appendleft(node)
-
-
 @dataclass(frozen=True, slots=True)
 class Region:
     """A run of nodes, in program order, that is captured or stays eager."""
@@ -315,22 +291,9 @@ class Region:
 
 def build_regions(gm: fx.GraphModule, groups: Sequence[NodeGroup], analysis: Analysis) -> tuple[Region, ...]:
     """One region for each group, in order, in time linear in the graph."""
-    sizes = _Sizes(symbol_placeholders(gm.graph))
-    return tuple(_region(f"r{i}", gm, group, analysis, sizes) for i, group in enumerate(groups))
-
-
-class _Sizes:
-    """The graph's symbolic sizes, in the order of its placeholders."""
-
-    def __init__(self, placeholders: Mapping[sympy.Symbol, fx.Node]) -> None:
-        self._placeholders = placeholders
-        self._positions = {node: position for position, node in enumerate(placeholders.values())}
-
-    def among(self, symbols: Iterable[sympy.Symbol], values: Iterable[fx.Node]) -> list[fx.Node]:
-        """The placeholders of ``symbols`` and the sizes among ``values``, in the order of the graph's placeholders."""
-        nodes = {self._placeholders[symbol] for symbol in symbols if symbol in self._placeholders}
-        nodes.update(value for value in values if value in self._positions)
-        return sorted(nodes, key=self._positions.__getitem__)
+    symbols = symbol_placeholders(gm.graph)
+    order = {node: position for position, node in enumerate(symbols.values())}
+    return tuple(_region(f"r{i}", gm, group, analysis, symbols, order) for i, group in enumerate(groups))
 
 
 def _region(
@@ -338,11 +301,17 @@ def _region(
     gm: fx.GraphModule,
     group: NodeGroup,
     analysis: Analysis,
-    sizes: _Sizes,
+    symbols: Mapping[sympy.Symbol, fx.Node],
+    order: Mapping[fx.Node, int],
 ) -> Region:
+    """One region; its inputs are the symbolic sizes of its tensors, then the other values in order of first use."""
     inside = set(group.nodes)
     made_here = _with_recomputed(group.nodes, inside)
-    inputs = _inputs(made_here, set(made_here), sizes)
+    own = set(made_here)
+    outer = dict.fromkeys(argument for node in made_here for argument in node.all_input_nodes if argument not in own)
+    used = free_symbols([value_of(node) for node in (*outer, *made_here)])
+    sizes = {symbols[symbol] for symbol in used if symbol in symbols} | (outer.keys() & order.keys())
+    inputs = list(dict.fromkeys((*sorted(sizes, key=order.__getitem__), *outer)))
     outputs = [node for node in group.nodes if any(_takes_over(user, inside, node) for user in node.users)]
     written = frozenset[int]().union(*(analysis.writes.get(node, frozenset()) for node in group.nodes))
     return Region(
@@ -383,13 +352,6 @@ def _with_recomputed(nodes: Sequence[fx.Node], inside: set[fx.Node]) -> list[fx.
 def written_positions(inputs: Iterable[fx.Node], written: frozenset[int]) -> tuple[int, ...]:
     """Positions of the inputs whose storage is among ``written``."""
     return tuple(i for i, node in enumerate(inputs) if storages_of(value_of(node)) & written)
-
-
-def _inputs(nodes: Sequence[fx.Node], inside: set[fx.Node], sizes: _Sizes) -> list[fx.Node]:
-    """The region's inputs: the symbolic sizes of its tensors, then the other values in order of first use."""
-    outer = dict.fromkeys(argument for node in nodes for argument in node.all_input_nodes if argument not in inside)
-    used = free_symbols([value_of(node) for node in (*outer, *nodes)])
-    return list(dict.fromkeys((*sizes.among(used, outer), *outer)))
 
 
 def _graph_module(

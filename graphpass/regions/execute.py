@@ -39,9 +39,14 @@ class Execution:
     memory: frozenset[int]  #: ids of the storages of these arguments, before and after
 
 
-def value_of(node: fx.Node) -> Any:
-    """The metadata of a node: fake tensors, symbolic sizes, plain values, or tuples of these; None if unknown."""
-    return node.meta.get("example_value", node.meta.get("val"))
+def value_of(argument: Any) -> Any:
+    """The metadata of a node: fake tensors, symbolic sizes, plain values, or tuples of these; None if unknown.
+
+    Any other argument of a node is its own value.
+    """
+    if not isinstance(argument, fx.Node):
+        return argument
+    return argument.meta.get("example_value", argument.meta.get("val"))
 
 
 def values_at(node: fx.Node) -> list[Any]:

@@ -96,9 +96,9 @@ def display_name(node: fx.Node) -> str:
     if operators.is_higher_order(target):
         return f"higher_order::{getattr(target, '__name__', '?')}"
     name = getattr(target, "__name__", type(target).__name__)
-    dotted = sorted(_index().get(id(target), ()), key=_publicity)
-    if dotted:
-        return dotted[0]
+    dotted = _index().get(id(target), ())
+    if dotted:  # the most public one
+        return min(dotted, key=lambda name: ("._" in name, name.count("."), name))
     module = str(getattr(target, "__module__", "") or "").lstrip("_")
     return f"{module}.{name}" if module and module != "builtins" else str(name)
 
@@ -134,10 +134,7 @@ def callable_names(target: Any) -> frozenset[str]:
     module, name = str(getattr(target, "__module__", "")), str(getattr(target, "__name__", ""))
     if module in ("_operator", "operator"):
         return _operator_names(name)
-    found = frozenset[str]()
-    for dotted in _index().get(id(target), ()):
-        found |= _names_of_dotted(dotted)
-    return found
+    return frozenset[str]().union(*map(_names_of_dotted, _index().get(id(target), ())))
 
 
 @functools.cache
@@ -180,21 +177,17 @@ def _indexing_names(node: fx.Node) -> frozenset[str]:
     """Names of ``x[index]`` and ``x[index] = value``, by what the index is made of."""
     index = node.args[1]
     parts = index if isinstance(index, tuple) else (index,)
-    by_tensor = any(isinstance(_meta_value(part), (torch.Tensor, list)) for part in parts)
+    by_tensor = any(isinstance(value_of(part), (torch.Tensor, list)) for part in parts)
     if node.target is operator.setitem:
         base = "index_put" if by_tensor else "copy"
         return frozenset({"operator.setitem", f"aten::{base}_", f"aten::{base}"})
-    if not isinstance(_meta_value(node.args[0]), torch.Tensor):
+    if not isinstance(value_of(node.args[0]), torch.Tensor):
         return frozenset({"operator.getitem"})
     names = {"operator.getitem"} | ({"aten::index"} if by_tensor else set())
     names |= {"aten::slice" for part in parts if isinstance(part, slice)}
     names |= {"aten::unsqueeze" for part in parts if part is None}
-    names |= {"aten::select" for part in parts if isinstance(_meta_value(part), (int, torch.SymInt))}
+    names |= {"aten::select" for part in parts if isinstance(value_of(part), (int, torch.SymInt))}
     return frozenset(names)
-
-
-def _meta_value(argument: Any) -> Any:
-    return value_of(argument) if isinstance(argument, fx.Node) else argument
 
 
 def module_of(node: fx.Node) -> torch.nn.Module:
@@ -203,21 +196,14 @@ def module_of(node: fx.Node) -> torch.nn.Module:
 
 
 def _module_names(node: fx.Node) -> frozenset[str]:
-    kind = type(module_of(node))
-    names = frozenset({f"{kind.__module__}.{kind.__qualname__}"})
-    for function in _called_functions(node):
-        names |= callable_names(function)
-    return names
-
-
-def _called_functions(node: fx.Node) -> tuple[Any, ...]:
-    """The torch functions that a module's forward calls, noted on the node the first time."""
+    """The names of a module's class, and of the torch functions that its forward calls: noted on the node."""
     if CALLED not in node.meta:
         try:
             node.meta[CALLED] = execute(node).functions
         except Exception:
             node.meta[CALLED] = ()
-    return tuple(node.meta[CALLED])
+    kind = type(module_of(node))
+    return frozenset({f"{kind.__module__}.{kind.__qualname__}"}).union(*map(callable_names, node.meta[CALLED]))
 
 
 @functools.cache
@@ -240,10 +226,6 @@ def canonical(name: str) -> str:
     if base.endswith("_") and base[:-1] in ALIASES:
         return f"aten::{ALIASES[base[:-1]]}_"
     return f"aten::{ALIASES.get(base, base)}"
-
-
-def _publicity(dotted: str) -> tuple[bool, int, str]:
-    return ("._" in dotted, dotted.count("."), dotted)
 
 
 @functools.cache

@@ -89,7 +89,7 @@ class Partition:
     def output_values(self) -> tuple[tuple[str, Any], ...]:
         """(name, metadata) of each output leaf in pytree order; the name is "" for a constant."""
         leaves = trees.flatten(self._outputs)[0]
-        return tuple((leaf.name, value_of(leaf)) if isinstance(leaf, fx.Node) else ("", leaf) for leaf in leaves)
+        return tuple((leaf.name if isinstance(leaf, fx.Node) else "", value_of(leaf)) for leaf in leaves)
 
     def dump(self) -> str:
         """Canonical text: equal for equal graphs in any process, independent of value names."""
@@ -230,7 +230,13 @@ def _replace_size(size: fx.Node, dimensions: tuple[Any, ...], done: dict[fx.Node
     done[size] = dimensions
     for user in [user for user in size.users if user not in dimensions]:
         if user.target is operator.getitem and user.args[0] is size and not isinstance(user.args[1], fx.Node):
-            _replace_item(user, dimensions[user.args[1]], done)  # type: ignore[index]
+            item = dimensions[user.args[1]]  # type: ignore[index]
+            if isinstance(item, tuple):
+                _replace_size(user, item, done)
+            else:
+                for reader in list(user.users):
+                    _substitute(reader, user, item)
+                user.graph.erase_node(user)
         elif user.target == "numel" and user.args == (size,):
             user.replace_all_uses_with(_product(user, dimensions))
             size.graph.erase_node(user)
@@ -242,15 +248,6 @@ def _replace_size(size: fx.Node, dimensions: tuple[Any, ...], done: dict[fx.Node
         size.graph.erase_node(size)
 
 
-def _replace_item(item: fx.Node, dimensions: Any, done: dict[fx.Node, tuple[Any, ...]]) -> None:
-    if isinstance(dimensions, tuple):
-        _replace_size(item, dimensions, done)
-        return
-    for user in list(item.users):
-        _substitute(user, item, dimensions)
-    item.graph.erase_node(item)
-
-
 def _product(before: fx.Node, factors: tuple[Any, ...]) -> Any:
     product: Any = 1
     with before.graph.inserting_before(before):
@@ -259,14 +256,10 @@ def _product(before: fx.Node, factors: tuple[Any, ...]) -> Any:
                 product = factor if product == 1 else product * factor
                 continue
             node = before.graph.call_function(operator.mul, (product, factor))
-            node.meta["example_value"] = _number(product) * _number(factor)
+            node.meta["example_value"] = value_of(product) * value_of(factor)
             _share_facts(node, before)
             product = node
     return product
-
-
-def _number(value: Any) -> Any:
-    return value_of(value) if isinstance(value, fx.Node) else value
 
 
 def _substitute(user: fx.Node, old: fx.Node, new: Any) -> None:
@@ -296,9 +289,12 @@ def tuples_unpacked(gm: fx.GraphModule) -> bool:
             continue
         users = [user for user in node.users if user.target not in (operator.getitem, getattr)]
         if users:
-            items = _items(node, value_of(node))
+            items, kind = _items(node, value_of(node)), type(value_of(node))
             for user in users:
-                _use_items(user, node, items)
+                if user.op == "output" and kind not in (tuple, list):
+                    _rebuild_for_output(user, node, kind, items)
+                else:
+                    _substitute(user, node, items)
             changed = True
     return changed
 
@@ -314,14 +310,6 @@ def _items(source: fx.Node, value: Any) -> Any:
         _share_facts(cursor, source)
         items.append(_items(cursor, item) if is_tuple(item) else cursor)
     return tuple(items) if isinstance(value, tuple) else items
-
-
-def _use_items(user: fx.Node, source: fx.Node, items: Any) -> None:
-    kind = type(value_of(source))
-    if user.op == "output" and kind not in (tuple, list):
-        _rebuild_for_output(user, source, kind, items)
-    else:
-        _substitute(user, source, items)
 
 
 def tuples_stay_home(gm: fx.GraphModule) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from types import CodeType
 from typing import Any
 
@@ -47,14 +47,7 @@ SplitRule = Callable[[fx.Node], SplitReason | None]
 
 # Ops that read a tensor's value into Python, on any device; named as in ``names``.
 READS = frozenset(
-    {
-        "aten::item",
-        "aten::_local_scalar_dense",
-        "aten::is_nonzero",
-        "aten::equal",
-        "aten::allclose",
-        "aten::numpy",
-    }
+    f"aten::{name}" for name in ["item", "_local_scalar_dense", "is_nonzero", "equal", "allclose", "numpy"]
 )
 READING_METHODS = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__")
 READING_BUILTINS = (bool, int, float)
@@ -90,14 +83,7 @@ def splits_at(ops: Iterable[object]) -> SplitRule:
 def unsafe_tag(node: fx.Node) -> SplitReason | None:
     """An operator whose author tagged it ``cudagraph_unsafe``."""
     tag = getattr(torch.Tag, "cudagraph_unsafe", None)
-    if tag is None:
-        return None
-    target: Any = node.target
-    if hasattr(target, "overloadpacket"):
-        unsafe = tag in target.tags
-    else:
-        unsafe = any(tag in tags for p in packets_of(node) for tags in _tags(p, tuple(p.overloads()), out=True))
-    if not unsafe:
+    if tag is None or not any(tag in tags for tags in _tags(node, out=True)):
         return None
     text = f"{display_name(node)} is tagged cudagraph_unsafe"
     return SplitReason("unsafe tag", text, remedy="use an operator without that tag")
@@ -105,8 +91,7 @@ def unsafe_tag(node: fx.Node) -> SplitReason | None:
 
 def reshapes_in_place(node: fx.Node) -> bool:
     """Whether a node changes shape or strides of its argument in place: ``t_``, ``unsqueeze_``, ``resize_``."""
-    packets = [packet for packet in packets_of(node) if str(packet).endswith("_")]
-    return any(torch.Tag.inplace_view in tags for p in packets for tags in _tags(p, tuple(p.overloads()), out=False))
+    return any(torch.Tag.inplace_view in tags for tags in _tags(node, out=False))
 
 
 def read_by_storage(node: fx.Node) -> frozenset[int]:
@@ -191,10 +176,10 @@ def _assigns_under_mask(node: fx.Node) -> bool:
         return False
     given = dict(zip(("self", "indices", "values", "accumulate"), node.args, strict=False)) | node.kwargs
     parts = given["indices"] if isinstance(given["indices"], (tuple, list)) else (given["indices"],)
-    known = [value_of(part) for part in parts if isinstance(part, fx.Node)]
+    known = map(value_of, parts)
     if not any(isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8) for part in known):
         return False
-    values = value_of(given["values"]) if isinstance(given["values"], fx.Node) else None
+    values = value_of(given["values"])
     is_one = not isinstance(values, torch.Tensor) or all(isinstance(size, int) and size == 1 for size in values.shape)
     return not is_one or bool(given.get("accumulate", False))
 
@@ -208,20 +193,23 @@ def _reads_a_size(node: fx.Node) -> bool:
 
 
 def _always_data_dependent(node: fx.Node) -> bool:
-    tag = torch.Tag.dynamic_output_shape
-    target: Any = node.target
-    if hasattr(target, "overloadpacket"):
-        functional = [] if _has_out(target) else [target.tags]
-    else:
-        functional = [tags for p in packets_of(node) for tags in _tags(p, tuple(p.overloads()), out=False)]
-    if not functional or not all(tag in tags for tags in functional):
+    functional = _tags(node, out=False)
+    if not functional or not all(torch.Tag.dynamic_output_shape in tags for tags in functional):
         return False
     num_classes: Any = (*node.args[1:], node.kwargs.get("num_classes", -1))[0]
     return "aten::one_hot" not in names_of(node) or bool(num_classes == -1)
 
 
+def _tags(node: fx.Node, *, out: bool) -> list[Collection[torch.Tag]]:
+    """The tags of each overload that a node may call, without the ``out=`` overloads unless ``out``."""
+    target: Any = node.target
+    if hasattr(target, "overloadpacket"):
+        return [target.tags] if out or not _has_out(target) else []
+    return [tags for packet in packets_of(node) for tags in _tags_of(packet, tuple(packet.overloads()), out=out)]
+
+
 @functools.cache
-def _tags(packet: Any, overload_names: tuple[str, ...], *, out: bool) -> tuple[frozenset[Any], ...]:
+def _tags_of(packet: Any, overload_names: tuple[str, ...], *, out: bool) -> tuple[frozenset[Any], ...]:
     """The tags of each overload of a packet: the ``out=`` overloads if ``out``, else the others.
 
     ``overload_names`` is part of the cache key because overloads can be registered later.

@@ -218,11 +218,8 @@ class GuardedSymbols:
                 return f"{symbol} >= {low}"
             if high is not None and size > high:
                 return f"{symbol} <= {high}"
+        numbers = {symbol: sympy.Integer(size) for symbol, size in sizes.items()}
         for guard in self.guards:
-            if guard.free_symbols & set(sizes) and guard.xreplace(_numbers(sizes)) == sympy.false:
+            if guard.free_symbols & set(sizes) and guard.xreplace(numbers) == sympy.false:
                 return str(guard)
         return None
-
-
-def _numbers(sizes: Mapping[sympy.Symbol, int]) -> dict[sympy.Symbol, sympy.Integer]:
-    return {symbol: sympy.Integer(size) for symbol, size in sizes.items()}
