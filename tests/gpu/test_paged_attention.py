@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 import graphpass as gp
 from graphpass import AttentionSupport, BatchDescriptor, CUDAGraphMode
-from graphpass.text import PagedRequests
-from graphpass.text.paged.kernels import fault_in_place
+from graphpass.text import PagedKVCache, PagedLayer, PagedRequests
+from graphpass.text.paged.kernels import fault_in_place, write_fault
 from tests.gpu.shared import graph_of
 from tests.unit.text.paged_reference import (
     Heads,
@@ -186,3 +187,39 @@ def test_long_sequences_in_place(heads: Heads, cuda: torch.device) -> None:
             run_eager(paged, requests, counts)
         for request in requests:
             paged.end(request)
+
+
+@pytest.mark.filterwarnings("ignore:.*[Pp]rofiler:UserWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("dim", "value_dim"), [(128, 128), (24, 40)], ids=str)
+def test_one_kernel_writes_keys_and_values(dim: int, value_dim: int, dtype: torch.dtype, cuda: torch.device) -> None:
+    """The bits of two plain writes, in slots of several pages and in the scratch page, for any strides."""
+    assert write_fault(cuda, dtype) is None
+    layer, slots = PagedLayer(3, dim, value_dim=value_dim), torch.tensor([17, 8, 4, 23, 5], device=cuda)
+    new = [torch.randn(3, 5, dim, device=cuda).transpose(0, 1), torch.randn(5, 3, value_dim, device=cuda)]
+    keys, values = (rows.to(dtype).index_fill_(0, torch.tensor([2, 4], device=cuda), torch.nan) for rows in new)
+    written, launched = [], []
+    for in_one_kernel in (False, True):
+        memory = PagedKVCache([layer], num_pages=4, page_size=4, dtype=dtype, device=cuda).memories[0]
+        assert memory is not None
+        memory.write(slots, keys, values, in_one_kernel=in_one_kernel)
+        written.append([tensor.nan_to_num(7.5) for tensor in (memory.keys, memory.values)])
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            memory.write(slots, keys, values, in_one_kernel=in_one_kernel)
+            torch.cuda.synchronize()
+        launched.append(sum(event.device_type == torch.autograd.DeviceType.CUDA for event in seen.events()))
+    assert all(torch.equal(plain, fused) for plain, fused in zip(*written, strict=True))
+    assert launched == [2, 1]
+    memory.write(torch.tensor([-1, 24], device=cuda), keys[:2], values[:2], in_one_kernel=True)
+    assert torch.equal(memory.keys.nan_to_num(7.5), written[1][0]), "slots that the cache does not have are skipped"
+
+
+@pytest.mark.parametrize(
+    "key", [None, uniform_key(4), BatchDescriptor(20, num_reqs=6)], ids=["eager", "decode", "mixed"]
+)
+def test_steps_of_full_keys_write_in_one_kernel(key: BatchDescriptor | None, cuda: torch.device) -> None:
+    paged = Paged(Heads(4, 2, 16), device=cuda, support=AttentionSupport.ALWAYS)
+    metadata = paged.attention.build(PagedRequests([1], [1], [[2]]), key)
+    assert metadata.writes_in_one_kernel == (key is not None)
+    assert paged.attention.kernels()[-1].serves == "FULL graphs"

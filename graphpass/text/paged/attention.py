@@ -31,6 +31,7 @@ from graphpass.text.paged.kernels import (
     FlashKeys,
     NewTensor,
     flash_obstacle,
+    write_fault,
 )
 from graphpass.text.paged.op import PAGED_ATTENTION, FixedMetadata, PagedMetadata
 from graphpass.text.paged.tables import Step, TableLayout, Tables, check_fits, pinned_memory
@@ -85,6 +86,7 @@ class PagedAttention:
             cache, max_seq_len, torch.arange(longest, dtype=torch.int32, device=cache.device)
         )
         self._kernels = AttentionKernels.choose(cache, max_seq_len)
+        self._write_fault = write_fault(cache.device, cache.dtype)  # guard: paged_write_tried
         self._has_positions = any(layer is not None and layer.query_scale is not None for layer in cache.layers)
         self._by_key: dict[BatchDescriptor, _KeyTables] = {}
         self._shared: PaddedMemory[str] = PaddedMemory()
@@ -146,7 +148,9 @@ class PagedAttention:
 
     def kernels(self) -> tuple[KernelUse, ...]:
         """Which attention kernel serves which steps, and why."""
-        return self._kernels.uses
+        fault = self._write_fault
+        serves, why = ("none", fault) if fault else ("FULL graphs", "elsewhere two kernels start sooner than Triton's")
+        return (*self._kernels.uses, KernelUse("one kernel that writes keys and values", serves, why))
 
     @property
     def splitting_ops(self) -> tuple[str, ...]:
@@ -181,7 +185,7 @@ class PagedAttention:
             layout = self._eager_layout(step)
             host = pinned_memory(layout.num_int32(), torch.int32, device)
             layout.fill(Tables(**layout.views(host.numpy(), np.int64)), step)
-            return self._metadata(layout, host.to(device, non_blocking=True), self._new_tensor, is_padded=False)
+            return self._metadata(layout, host.to(device, non_blocking=True), None)
         owned = self._by_key.get(key)
         if owned is None:
             owned = self._key_tables(key, step)
@@ -199,8 +203,7 @@ class PagedAttention:
         host = np.zeros(layout.num_int32(), dtype=np.int32)
         with torch.inference_mode(False):  # a later step may be built outside of it
             flat = torch.zeros(len(host), dtype=torch.int32, device=self.cache.device)
-        # Padded tokens of a uniform key belong to unused requests, whose result is zero anyway.
-        metadata = self._metadata(layout, flat, self._shared_tensor, is_padded=not key.uniform)
+        metadata = self._metadata(layout, flat, key)
         owned = self._by_key[key] = _KeyTables(host, Tables(**layout.views(host, np.int64)), flat, metadata)
         return owned
 
@@ -264,14 +267,24 @@ class PagedAttention:
         assert isinstance(length, int)
         return length
 
-    def _metadata(self, layout: TableLayout, flat: torch.Tensor, new: NewTensor, *, is_padded: bool) -> PagedMetadata:
+    def _metadata(self, layout: TableLayout, flat: torch.Tensor, key: BatchDescriptor | None) -> PagedMetadata:
+        """The metadata over tables in ``flat``, of a FULL key or without a graph."""
+        new: NewTensor = self._new_tensor if key is None else self._shared_tensor
         keys: BatchedKeys | FlashKeys
         if self._kernels.in_place or layout.num_keys:
             keys = FlashKeys.empty(layout, new)
         else:
             keys = BatchedKeys.empty(layout, self.cache.dtype, len(self._fixed.masks), new)
         tables = layout.views(flat, torch.int64)
-        return PagedMetadata(**tables, layout=layout, is_padded=is_padded, fixed=self._fixed, keys=keys)
+        return PagedMetadata(
+            **tables,
+            layout=layout,
+            # Padded tokens of a uniform key belong to unused requests, whose result is zero anyway.
+            is_padded=key is not None and not key.uniform,
+            fixed=self._fixed,
+            keys=keys,
+            writes_in_one_kernel=key is not None and self._write_fault is None,
+        )
 
     def _new_tensor(self, _: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         with torch.inference_mode(False):  # it may be written outside of it

@@ -7,9 +7,12 @@ written, by padding, warm-up and capture; no real row reads it.
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -181,10 +184,20 @@ class LayerMemory:
     values: torch.Tensor  #: [slots, kv heads, value_dim]
     joined: torch.Tensor | None  #: keys and then values, [2 * slots, kv heads, head_dim]; None if their sizes differ
 
-    def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write one key and one value to each slot, int64 [tokens]."""
-        self.keys.index_copy_(0, slots, keys)
-        self.values.index_copy_(0, slots, values)
+    def write(
+        self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, in_one_kernel: bool = False
+    ) -> None:
+        """Write one key and one value to each slot, int64 [tokens]; in one kernel with Triton, which needs CUDA."""
+        if not in_one_kernel:
+            self.keys.index_copy_(0, slots, keys)
+            self.values.index_copy_(0, slots, values)
+            return
+        num_slots, num_heads, dim = self.keys.shape
+        value_dim = self.values.shape[2]
+        block = 1 << (max(dim, value_dim) - 1).bit_length()
+        rows = (keys, *keys.stride(), self.keys, dim), (values, *values.stride(), self.values, value_dim)
+        with torch.cuda.device_of(self.keys):
+            _row_writer()[len(slots), num_heads](slots, num_slots, num_heads, *rows[0], *rows[1], block, num_warps=1)
 
     def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of keys [..., kv heads, head_dim] and values [..., kv heads, value_dim].
@@ -198,6 +211,42 @@ class LayerMemory:
         else:
             keys, values = self.joined.index_select(0, slots.view(-1)).chunk(2)
         return keys.unflatten(0, shape), values.unflatten(0, shape)
+
+
+@functools.cache
+def _row_writer() -> Any:
+    """The Triton kernel that writes the key and the value of one head of one token to the token's slot."""
+    triton, tl = importlib.import_module("triton"), importlib.import_module("triton.language")
+
+    def write_rows(  # type: ignore[no-untyped-def]
+        slots,
+        num_slots,
+        num_heads,
+        keys,
+        key_row,
+        key_head,
+        key_entry,
+        stored_keys,
+        dim: tl.constexpr,  # type: ignore[name-defined]
+        values,
+        value_row,
+        value_head,
+        value_entry,
+        stored_values,
+        value_dim: tl.constexpr,  # type: ignore[name-defined]
+        block: tl.constexpr,  # type: ignore[name-defined]
+    ):
+        row, head, entries = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.arange(0, block)
+        slot = tl.load(slots + row)
+        is_slot = (slot >= 0) & (slot < num_slots)
+        place = slot * num_heads + head
+        is_key, is_value = is_slot & (entries < dim), is_slot & (entries < value_dim)
+        key = tl.load(keys + row * key_row + head * key_head + entries * key_entry, mask=is_key)
+        value = tl.load(values + row * value_row + head * value_head + entries * value_entry, mask=is_value)
+        tl.store(stored_keys + place * dim + entries, key, mask=is_key)
+        tl.store(stored_values + place * value_dim + entries, value, mask=is_value)
+
+    return triton.jit(write_rows)
 
 
 _ALIGNMENT = 128

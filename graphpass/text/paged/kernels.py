@@ -317,6 +317,28 @@ def fault_in_place(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
     return None
 
 
+@functools.cache
+def write_fault(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Test the one kernel that writes keys and values on this device; returns why it cannot be used, or None."""
+    if device.type != "cuda":
+        return f"none for {device.type}"
+    layer, seeded = PagedLayer(2, 24, value_dim=16), torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(3, 2, dim, generator=seeded).to(device, dtype) for dim in (24, 16))
+    slots = torch.tensor([9, 4, 11], device=device)
+    written = []
+    try:
+        for in_one_kernel in (False, True):
+            memory = PagedKVCache([layer], num_pages=1, page_size=4, dtype=dtype, device=device).memories[0]
+            assert memory is not None
+            memory.write(slots, keys, values, in_one_kernel=in_one_kernel)
+            written.append(torch.cat([memory.keys.flatten(), memory.values.flatten()]))
+        return None if torch.equal(*written) else "it writes other rows"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # no Triton, no compiler for its launcher, no support of this GPU
+        return f"{type(error).__name__}: {error}"
+
+
 def _expected_attention(
     query: torch.Tensor,
     keys: torch.Tensor,

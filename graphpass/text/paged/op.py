@@ -107,6 +107,7 @@ class PagedMetadata(Tables[torch.Tensor], PagedStep):
     is_padded: bool  #: tokens at the end may be padding, whose rows of the result are to be zero
     fixed: FixedMetadata
     keys: BatchedKeys | FlashKeys  #: how the keys are gathered
+    writes_in_one_kernel: bool  #: a layer's keys and values are written by one kernel
     #: the layer whose op runs first and prepares the step for all; learned from the first call
     first_layer: int | None = None
 
@@ -119,7 +120,8 @@ class PagedMetadata(Tables[torch.Tensor], PagedStep):
             call.out[num_tokens:].zero_()
         if num_tokens == 0:
             return
-        memory.write(self.slot_mapping, call.key[:num_tokens], call.value[:num_tokens])
+        new_keys, new_values = call.key[:num_tokens], call.value[:num_tokens]
+        memory.write(self.slot_mapping, new_keys, new_values, in_one_kernel=self.writes_in_one_kernel)
         if self.first_layer is None:
             self.first_layer = call.layer
         if self.first_layer == call.layer:

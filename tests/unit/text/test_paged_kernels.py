@@ -13,8 +13,8 @@ from graphpass import AttentionSupport, BatchDescriptor
 from graphpass.compat import operators
 from graphpass.compat.operators import PackedSequences
 from graphpass.text import LayerMask, PagedAttention, PagedLayer
-from graphpass.text.paged import attention, kernels
-from graphpass.text.paged.kernels import AttentionKernels, Scores, masked_attention
+from graphpass.text.paged import attention, cache, kernels
+from graphpass.text.paged.kernels import AttentionKernels, Scores, masked_attention, write_fault
 from tests.unit.text.paged_reference import Heads, Paged, assert_right, attend_by, kind_of, reference, run, uniform_key
 from tests.unit.text.test_paged_attention import PLAIN_HEADS, STEPS
 
@@ -136,13 +136,13 @@ def test_a_page_is_a_whole_sequence_where_that_saves_copies(
     class StopError(Exception):
         pass
 
-    def cache(layers: Any, **options: Any) -> None:
+    def stop(layers: Any, **options: Any) -> None:
         given.update(options)
         raise StopError
 
     model: Any = SimpleNamespace(dtype=torch.bfloat16, device=CPU)
     flash.setattr(attention, "served_layers", lambda *_, **__: [PagedLayer(8, 128)] * 4)
-    flash.setattr(attention, "PagedKVCache", cache)
+    flash.setattr(attention, "PagedKVCache", stop)
     with pytest.raises(StopError):
         PagedAttention.for_model(model, max_num_tokens=64, **sizes)
     assert (given["page_size"], given["num_pages"]) == (page_size, num_pages)
@@ -165,6 +165,53 @@ def test_a_kernel_that_fails_its_trial_reads_no_pages(flash: pytest.MonkeyPatch)
     assert_right(run(paged, tensors, metadata, 2), tensors)
 
 
+class PlainRowWriter:
+    """What the kernel of a write does, by its arguments; rows of slots that the cache does not have are skipped."""
+
+    def __getitem__(self, grid: tuple[int, int]) -> Any:
+        def write(slots: torch.Tensor, num_slots: int, num_heads: int, *arguments: Any, num_warps: int) -> None:
+            *rows, block = arguments
+            assert (grid, num_warps) == ((len(slots), num_heads), 1)
+            for new, *strides, stored, dim in (rows[:6], rows[6:]):
+                assert dim <= block < 2 * max(rows[5], rows[11])
+                assert block.bit_count() == 1
+                given = new.as_strided((len(slots), num_heads, dim), strides, new.storage_offset())
+                for slot, row in zip(slots.tolist(), given, strict=True):
+                    if 0 <= slot < num_slots:
+                        stored.view(-1)[slot * num_heads * dim :][: num_heads * dim] = row.flatten()
+
+        return write
+
+
+@pytest.mark.parametrize("key", [uniform_key(5), uniform_key(5, 3), BatchDescriptor(20, num_reqs=6)], ids=str)
+@pytest.mark.parametrize("heads", [*PLAIN_HEADS, Heads(4, 2, 16, value_dim=6)], ids=str)
+def test_one_kernel_writes_the_keys_and_values_of_full_keys(
+    heads: Heads, key: BatchDescriptor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache has the same bits as after two plain writes, also where padded rows are NaN."""
+    monkeypatch.setattr(cache, "_row_writer", PlainRowWriter)
+    query_len = key.num_tokens // key.num_reqs if key.uniform else None
+    written = []
+    for fault in ("none for cpu", None):
+        monkeypatch.setattr(attention, "write_fault", lambda *_, fault=fault: fault)
+        paged = Paged(heads, support=AttentionSupport.ALWAYS)
+        requests = [paged.begin() for _ in range(3)]
+        for query_lens, of_step in (([7, 2, 4], None), ([query_len or 1, query_len or 4, query_len or 2], key)):
+            step, tensors = paged.grow(requests, query_lens)
+            metadata = paged.attention.build(step, of_step)
+            assert metadata.writes_in_one_kernel == (fault is None and of_step is not None)
+            outs = run(paged, tensors, metadata, sum(query_lens) if of_step is None else key.num_tokens)
+            assert_right(outs, tensors, padded=query_len is None)
+        written.append([pages.view(torch.int32) for pages in paged.pages()])
+    assert all(torch.equal(plain, fused) for plain, fused in zip(*written, strict=True))
+
+
+def test_the_kernel_of_a_write_is_tried() -> None:
+    assert write_fault(CPU, torch.float32) == "none for cpu"
+    (*_, use) = Paged(Heads(4, 2, 16)).attention.kernels()
+    assert (use.kernel, use.serves, use.why) == ("one kernel that writes keys and values", "none", "none for cpu")
+
+
 # -- the choice ------------------------------------------------------------------------------------------------------
 
 PLAIN = PagedLayer(2, 64)
@@ -180,10 +227,10 @@ def chosen(
     layer: PagedLayer = PLAIN, dtype: torch.dtype = torch.bfloat16, device: str = "cuda", page_size: int = 16
 ) -> AttentionKernels:
     """The choice for two layers, the second one plain."""
-    cache: Any = SimpleNamespace(
+    memory: Any = SimpleNamespace(
         device=torch.device(device), dtype=dtype, layers=(layer, None, PLAIN), page_size=page_size
     )
-    return AttentionKernels.choose(cache, 64)
+    return AttentionKernels.choose(memory, 64)
 
 
 def served(choice: AttentionKernels) -> dict[str, str]:
