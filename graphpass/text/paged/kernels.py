@@ -17,7 +17,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -296,20 +296,34 @@ def fault_in_place(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
     pages = torch.full((2, 4, page_size, num_kv_heads, head_dim), torch.nan)
     for place, length in zip(places, lengths, strict=True):
         pages[:, place, :length] = torch.randn(2, length, num_kv_heads, head_dim, generator=seeded)
-    query = torch.randn(sum(query_lens), 2 * num_kv_heads, head_dim, generator=seeded)
-    keys, values = pages.to(device, dtype).flatten(1, 2)
-    query, scale = query.to(device, dtype), head_dim**-0.5
+    tokens = torch.randn(sum(query_lens), 2 * num_kv_heads, head_dim, generator=seeded)
+    (keys, values), scale = pages.to(device, dtype).flatten(1, 2), head_dim**-0.5
+    rows, slots = (torch.arange(count, device=device) for count in (len(tokens), len(keys)))
     for window in (0, 4):
-        for query_len in (None, 1):
-            ends = [0, *accumulate(query_lens if query_len is None else (1,) * len(lengths))]
-            bounds, starts, used = (
+        for counts in (query_lens, (1,) * len(lengths)):
+            query = tokens[: sum(counts)].to(device, dtype)
+            bounds, starts, used, new = (
                 torch.tensor(numbers, dtype=torch.int32, device=device)
-                for numbers in (ends, [*(place * page_size for place in places), 0], lengths)
+                for numbers in (
+                    [0, *accumulate(counts)],
+                    [*(place * page_size for place in places), 0],
+                    lengths,
+                    counts,
+                )
             )
-            sequences = operators.PackedSequences(bounds, starts, used, query_len or max(query_lens), page_size)
-            expected = _expected_attention(query[: ends[-1]], keys, values, sequences, scale, window)
+            sequences = operators.PackedSequences(bounds, starts, used, max(counts), page_size)
+            owners = torch.repeat_interleave(new)
+            positions = (rows[: len(query)] + (used - bounds[1:])[owners]).unsqueeze(1)
+            offsets = slots - starts[owners].unsqueeze(1)
+            visible = (offsets >= 0) & LayerMask(window).visible(positions, offsets)
+            query_heads, *of_pages = (t.float().nan_to_num().transpose(0, 1) for t in (query, keys, values))
+            expected = F.scaled_dot_product_attention(
+                query_heads, *of_pages, attn_mask=visible, scale=scale, enable_gqa=True
+            )
+            # A sequence without keys has the result 0.
+            expected = expected.transpose(0, 1).masked_fill(~visible.any(-1).view(-1, 1, 1), 0.0)
             run = functools.partial(
-                operators.flash_attention, query[: ends[-1]], keys, values, sequences, scale=scale, causal_window=window
+                operators.flash_attention, query, keys, values, sequences, scale=scale, causal_window=window
             )
             fault = kernel_fault(run, expected)
             if fault is not None:
@@ -337,30 +351,3 @@ def write_fault(device: torch.device, dtype: torch.dtype) -> str | None:
         raise
     except Exception as error:  # no Triton, no compiler for its launcher, no support of this GPU
         return f"{type(error).__name__}: {error}"
-
-
-def _expected_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    sequences: operators.PackedSequences,
-    scale: float,
-    window: int,
-) -> torch.Tensor:
-    """What flash attention should compute, in float32, sequence by sequence."""
-    results = []
-    bounds = pairwise(sequences.query_bounds.tolist())
-    starts, lengths = sequences.key_starts.tolist()[:-1], sequences.key_lengths.tolist()
-    for (begin, end), start, length in zip(bounds, starts, lengths, strict=True):
-        of_sequence = query[begin:end].float().transpose(0, 1)
-        if not length:
-            results.append(torch.zeros_like(query[begin:end], dtype=torch.float32))
-            continue
-        own, others = (torch.arange(n, device=query.device) for n in (end - begin, length))
-        visible = LayerMask(window).visible((own + length - len(own)).unsqueeze(1), others)
-        key, value = (t[start : start + length].float().transpose(0, 1) for t in (keys, values))
-        attended = F.scaled_dot_product_attention(
-            of_sequence, key, value, attn_mask=visible, scale=scale, enable_gqa=True
-        )
-        results.append(attended.transpose(0, 1))
-    return torch.cat(results)
