@@ -240,7 +240,7 @@ class Generation:
             )
         )
         self._tokens.take(tokens.reshape(-1))
-        if plan.ends.any():
+        if np.logical_or.reduce(plan.ends):
             for row in np.flatnonzero(plan.ends):
                 self._scheduler.finish(plan.requests[row])
 
@@ -323,8 +323,7 @@ def complete(
                 for new in new_tokens:
                     texts[new.request].append(new.token)
                 bar.update(len(new_tokens))
-                stats = generation.stats()
-                if stats.num_drafted:
+                if generation._speculation is not None and (stats := generation.stats()).num_drafted:
                     bar.set_postfix_str(f"{stats.acceptance:.0%} of the drafts accepted", refresh=False)
             while manager.run_idle():
                 pass  # other data-parallel ranks still have work
