@@ -20,7 +20,9 @@ from graphpass.compat import dynamo, operators, trees
 from graphpass.errors import CaptureError, GraphpassError, compiles_late
 from graphpass.ledger import Reason
 from graphpass.options import Fallbacks
+from graphpass.savedcalls import SavedCalls
 
+_MODEL = "graphed_model"
 _AT_LIMIT = Reason("Dynamo is at its recompile limit and runs the model as it is", SEE_WHAT_DIFFERS)
 
 
@@ -39,6 +41,7 @@ class CallForms:
         self._backend = backend
         self._options = {"dispatch": "auto", **user_options, "runtime": self.runtime}
         self._is_dynamic = True if {"capture_sizes", "dynamic_dims"} & user_options.keys() else None
+        self._saved = SavedCalls(model, (_MODEL,), backend, self._options, self._is_dynamic)
         self._fallbacks = Fallbacks(self.runtime, user_options.get("on_fallback", "warn"))
         self.is_captured_ahead = False  #: whether graphs were captured for calls to come
         tensors = (*model.parameters(), *model.buffers()) if isinstance(model, torch.nn.Module) else ()
@@ -90,6 +93,7 @@ class CallForms:
                     f"a call with {len(args)} positional arguments and {', '.join(kwargs) or 'no others'}"
                 )
             function = _function_of_form(self.model, self._uncompiled(), len(args), tuple(kwargs))
+            self._saved.load(function, form)
             compiled = torch.compile(function, backend=self._backend, dynamic=self._is_dynamic, options=self._options)
             self._forms[form] = compiled
         num_entered = self.runtime.num_entered
@@ -104,6 +108,12 @@ class CallForms:
         if self.runtime.num_entered == num_entered:
             self._report_no_graph(compiled)
         return result
+
+    def save(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Save what the compilation of such a call has made, where ``warm_start`` is set."""
+        args, kwargs = self._positional_first(args, kwargs)
+        function = _function_of_form(self.model, self._uncompiled(), len(args), tuple(kwargs))
+        self._saved.save(function, (len(args), *kwargs), (*args, *kwargs.values()))
 
     def _positional_first(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -171,7 +181,7 @@ def _function_of_form(
     model: Callable[..., Any], called: Callable[..., Any], num_positional: int, keywords: Sequence[str]
 ) -> Callable[..., Any]:
     """A function with positional parameters that calls the model in one form; ``called`` has the model's signature."""
-    target = "graphed_model"
+    target = _MODEL
     positional = _parameter_names(called, num_positional)
     parameters = list(positional)
     for name in keywords:

@@ -96,7 +96,8 @@ class GraphedModel:
             CaptureError: there is nothing to capture, or a capture fails; the error names the key.
         """
         with self._graphed.without_autograd(args, kwargs):
-            precapture(self, *args, **kwargs)
+            for example in _captured_examples(self, args, kwargs):
+                self._graphed.save(*example)
 
     def report(self) -> Report:
         """What is slow or missing, which keys replay, where padding goes, and what it cost; ``print`` it."""
@@ -218,6 +219,13 @@ def precapture(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         CaptureError: the calls reach no graph, or a capture fails; the error names the key.
         OptionError: the callable was not compiled with this backend.
     """
+    _captured_examples(compiled, args, kwargs)
+
+
+def _captured_examples(
+    compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """:func:`precapture`; returns the calls that it made."""
     runtime, settings = _runtime_and_settings(compiled)
     reached = _reached(runtime, compiled, args, kwargs)
     narrowed = _narrowed(reached, _fields_of_size_one(settings), args, kwargs)
@@ -249,6 +257,7 @@ def precapture(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     runtime.captured_ahead(callable_.name for callable_, _, _ in keys)
     if isinstance(compiled, GraphedModel):
         compiled._graphed.is_captured_ahead = True
+    return [(args, kwargs)] + ([] if narrowed is None else [narrowed])
 
 
 def _runtime_and_settings(compiled: Any) -> tuple[GraphRuntime, Settings]:

@@ -16,6 +16,7 @@ from graphpass.errors import CaptureError, OptionError, is_integer, is_seconds, 
 from graphpass.keys import CUDAGraphMode
 from graphpass.ledger import Reason
 from graphpass.paddedmemory import PadRule, checked_rule
+from graphpass.saved import SavedFiles
 
 DynamicDims = Mapping[str, Mapping[int, str]]
 
@@ -72,6 +73,9 @@ class Settings:
     graph_bytes: int | None = None
     #: captures show a progress bar; by default where stderr is a terminal and TQDM_DISABLE is not set
     progress: bool | None = None
+    #: a directory of saved artifacts, which is trusted like code: what is compiled is saved there, and loaded from there
+    #: where an equal model starts again
+    warm_start: Path | None = None
     dump_dir: Path | None = None  #: a directory for the text of partitions, one file for each graph
     #: the ``GraphRuntime`` that owns memory pool, graphs and statistics; by default each ``torch.compile`` creates one
     runtime: GraphRuntime | None = None
@@ -117,6 +121,10 @@ class Settings:
             dynamic_dims={aliases.get(name, name): dims for name, dims in self.dynamic_dims.items()},
             padding={aliases.get(name, name): rule for name, rule in self.padding.items()},
         )
+
+    def parts(self) -> dict[str, Any]:
+        """{name for users: value} of the options on which what is compiled may depend."""
+        return {f"option {f.name}": getattr(self, f.name) for f in fields(self) if f.name not in _OF_THE_PROCESS}
 
     def dispatches_itself(self) -> bool:
         """Whether the callable chooses a graph for calls without a forward context."""
@@ -252,6 +260,7 @@ def _padding(value: Any) -> dict[str, PadRule]:
     return {str(name): checked_rule(str(name), rule) for name, rule in value.items()}
 
 
+_OF_THE_PROCESS = frozenset({"runtime", "warm_start", "progress", "dump_dir"})
 _SEE_OPTIONS = "see cgpass.options for the values"
 _VALUES: Mapping[str, tuple[object, ...]] = {
     "compiler": COMPILERS,
@@ -271,4 +280,5 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "dynamic_dims": _dynamic_dims,
     "padding": _padding,
     "dump_dir": lambda value: None if value is None else Path(value),
+    "warm_start": lambda value: None if value is None else SavedFiles(Path(value)).path,
 }

@@ -76,13 +76,14 @@ class AppendedInputs:
     """The values of the appended inputs in each call."""
 
     def __init__(self, attributes: Sequence[torch.Tensor], sizes: RealSizes | None) -> None:
-        self._attributes, self._sizes = tuple(attributes), sizes
+        self._attributes = tuple(attributes)
+        self.sizes = sizes  #: the real sizes; None if there are none
         self._traced = [_layout(tensor) for tensor in attributes]
         self._have_traced_layouts = memory.layouts_of(attributes)
 
     def after(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Dynamo's arguments, and the appended ones."""
-        return (*args, *self._attributes, *(self._sizes.of(args) if self._sizes is not None else ()))
+        return (*args, *self._attributes, *(self.sizes.of(args) if self.sizes is not None else ()))
 
     def changed(self) -> str | None:
         """How an attribute differs from its trace, as text, or None: ``tensor.data = other`` keeps Dynamo's guards."""

@@ -100,7 +100,7 @@ def _outputs(parts: Partition) -> tuple[_Output, ...]:
     groups: dict[int | None, int] = {}
     kinds = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
     found: list[_Output] = []
-    for index, (name, value) in enumerate(parts.output_values()):
+    for index, (name, value) in enumerate(parts.output_values):
         if isinstance(value, torch.Tensor) and not nnmodules.inner_tensors(value):
             storage = memory.storage_id(value)
             viewed = _viewed(parts, inputs, name, homes.get(storage, []))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -16,9 +17,10 @@ from cgpass.callable import CompiledGraph, GraphedCallable
 from cgpass.explain import region_records, report_graph, size_records
 from cgpass.keyrules import calls_collectives, dispatched
 from cgpass.paddingcheck import region_in_float64
+from cgpass.saved import GraphIdentity, SavedGraphs
 from cgpass.sizes import NamedSizes
 from graphpass.capture.runtime import GraphRuntime, runtime_of_compiler
-from graphpass.compat import dynamo, nnmodules
+from graphpass.compat import dynamo, nnmodules, saving
 from graphpass.compile import CompiledRegion, RegionCompiler, Tuner, Tuning, compile_training, traced_regions
 from graphpass.compile.structure import StructuralKey, structure_of
 from graphpass.errors import DeviceError, OptionError, compiles_late
@@ -70,14 +72,23 @@ def backend(
     if _needs_autograd(read):
         return _training(name, graph_module, example_inputs, runtime, settings)
     traced = _Traced.of(graph_module, settings)
+    saved = runtime.owned(SavedGraphs)
+    if saved.recording is not None:
+        return saved.recorded(traced.identity, has_floats=bool(traced.floats.positions))
     is_new = not runtime.owned(CallableCache).knows(traced.key)
     if is_new and settings.on_fallback == "error" and runtime.is_captured_ahead(dynamo.frame_id()):
         raise compiles_late(dynamo.recompile_reason())
-    made = _captured(name, traced, runtime, settings)
+    made = None
+    if isinstance(traced.identity, GraphIdentity) and is_new:
+        made = saved.load(name, traced.identity, traced.appended, traced.side_effects, runtime, settings)
+        runtime.owned(CallableCache).add(traced.key, made)
+    made = made or _captured(name, traced, runtime, settings, aliases)
     return traced.floats.moved_before(made)
 
 
-def _captured(name: str, traced: _Traced, runtime: GraphRuntime, settings: Settings) -> GraphedCallable:
+def _captured(
+    name: str, traced: _Traced, runtime: GraphRuntime, settings: Settings, aliases: Mapping[str, str]
+) -> GraphedCallable:
     """Partition, compile and wrap a graph; if an earlier trace was equal, return its callable."""
     start_s = time.perf_counter()
     parts = partition(traced.whole, settings.splitting_ops)
@@ -86,13 +97,14 @@ def _captured(name: str, traced: _Traced, runtime: GraphRuntime, settings: Setti
     # Proofs need aten graphs. Without symbolic sizes nothing can be padded, but a manager proves other properties.
     trace = AtenGraph.of if parts.has_symbols() or not settings.dispatches_itself() else None
     dynamo.forget_arguments(traced.whole.graph)
-    compiled = runtime.owned(RegionCompiler).compile(
-        [region for region in parts.regions if region.kind == "captured"],
-        settings.compiler,
-        sizes.compiled_apart(),
-        trace=trace,
-        tuning=_tuning(name, parts, runtime, settings),
-    )
+    with saving.serializable() if settings.warm_start is not None else contextlib.nullcontext():
+        compiled = runtime.owned(RegionCompiler).compile(
+            [region for region in parts.regions if region.kind == "captured"],
+            settings.compiler,
+            sizes.compiled_apart(),
+            trace=trace,
+            tuning=_tuning(name, parts, runtime, settings),
+        )
     cache = runtime.owned(CallableCache)
     known = cache.find(traced.key, compiled.by_name)
     if known is not None:
@@ -135,6 +147,9 @@ def _captured(name: str, traced: _Traced, runtime: GraphRuntime, settings: Setti
     )
     made = GraphedCallable(graph, runtime, settings, rules)
     cache.add(traced.key, made)
+    if traced.identity is not None:
+        saved = runtime.owned(SavedGraphs)
+        saved.save(made, traced.identity, (graph, rules, record), aliases, runtime, settings)
     return made
 
 
@@ -169,6 +184,7 @@ class _Traced:
     ends_early: Reason | None  #: the graph break after it; None if the function ends there
     side_effects: tuple[dynamo.SideEffect, ...]  #: that Dynamo's code makes after the graph has run
     key: TraceKey | None  #: equal for traces that one callable can serve; None if none can share the callable
+    identity: GraphIdentity | Reason | None  #: of its file with ``warm_start``, or why it has none
 
     @classmethod
     def of(cls, graph_module: fx.GraphModule, settings: Settings) -> _Traced:
@@ -176,14 +192,16 @@ class _Traced:
         whole = _own_copy(graph_module)
         floats = floats_as_tensors(whole)
         side_effects = dynamo.side_effects_of_compilation()
-        key = TraceKey.of(whole, settings, ends_early, side_effects)
+        key, identity = TraceKey.of(whole, settings, ends_early, side_effects), None
+        if settings.warm_start is not None:
+            identity = GraphIdentity.of(whole, ends_early, side_effects, settings)
         used = _drop_unread_inputs(whole)
         if dynamo.pass_only(graph_module.graph, used):
             floats, used = floats.among(used), list(range(len(used)))
         attributes = lift_attributes(whole, dynamo.attribute_sources(graph_module))  # guard: attributes_undone
         sizes = count_from_start(whole, settings)
         appended = AppendedInputs(attributes, sizes) if attributes or sizes is not None else None
-        return cls(whole, floats, used, appended, ends_early, side_effects, key)
+        return cls(whole, floats, used, appended, ends_early, side_effects, key, identity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,9 +269,9 @@ class CallableCache:
         """Whether an earlier trace gave the same graph."""
         return key is not None and key in self._known
 
-    def add(self, key: TraceKey | None, graphed: GraphedCallable) -> None:
+    def add(self, key: TraceKey | None, graphed: GraphedCallable | None) -> None:
         """Let ``graphed`` serve later traces of its graph."""
-        if key is not None:
+        if key is not None and graphed is not None:
             self._known[key] = graphed
 
 

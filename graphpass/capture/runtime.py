@@ -276,11 +276,12 @@ class GraphRuntime:
     def captured_ahead(self, names: Iterable[str]) -> None:
         """Record that the functions of these callables were captured before they serve calls."""
         names = set(names)
-        self._captured_frames |= {known.frame for known in self._callables if known.name in names} - {None}
+        self._captured_frames |= {known.frame for known in self._callables if known.name in names}
 
     def is_captured_ahead(self, frame: int | None) -> bool:
         """Whether a function, by the id of its frame, was captured ahead, and the caller has no capture scope open."""
-        return frame in self._captured_frames and not self.scopes.is_mine()
+        is_known = frame in self._captured_frames or None in self._captured_frames  # None: loaded, for no frame yet
+        return is_known and not self.scopes.is_mine()
 
     def owned(self, kind: type[_Owned]) -> _Owned:
         """This runtime's single instance of ``kind``, created at first use; compilers share state through it."""

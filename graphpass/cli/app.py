@@ -11,7 +11,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -223,6 +223,28 @@ def plan(
     from graphpass.cli.plan import plan as planned
 
     return planned(traffic, max_graphs, tuple(stride or ()), bytes_file)
+
+
+@_command
+def cache(
+    action: Annotated[Literal["list", "verify", "prune"], typer.Argument(metavar="ACTION", help="What to do.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="A directory that warm_start has named.")],
+    days: Annotated[float | None, typer.Option(min=0, help="With prune: remove what is older, too.")] = None,
+) -> Result:
+    """Look after a directory of saved artifacts (warm_start): ACTION is list, verify or prune.
+
+    Verify reads each file, and exits with 1 if one is damaged, is not yours alone, or was saved by another version or on
+    another machine. Prune removes such files. No file's contents are run.
+
+    \b
+    Examples:
+      graphpass cache list artifacts
+      graphpass cache verify artifacts --json
+      graphpass cache prune artifacts --days 30
+    """  # noqa: D301
+    from graphpass.cli.cache import cache as looked_after
+
+    return looked_after(action, directory, days)
 
 
 def _options(split: list[str] | None, texts: list[str] | None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpass.compat import symbolic
+from graphpass.compat import saving, symbolic
 from graphpass.compat.nnmodules import LIBRARIES
 from graphpass.compat.operators import torch_attribute
 from graphpass.ledger import Reason
@@ -181,6 +181,13 @@ def graph_break_after(graph_module: fx.GraphModule) -> Reason | None:
     frame = reason.user_stack[-1]
     line = f": {frame.line}" if frame.line else ""
     return Reason(text, remedy, f"{os.path.basename(frame.filename)}:{frame.lineno}{line}")
+
+
+def guards_of_compilers() -> str | None:
+    """What AOTAutograd has made Dynamo guard in the current compilation besides sizes; None if nothing."""
+    context = torch._guards.TracingContext.try_get()
+    found = [] if context is None else context.guards_context.aotautograd_guards
+    return f"AOTAutograd's guard {found[0]}" if found else None
 
 
 _MODULE_CALLS = ("forward", "_call_impl", "_wrapped_call_impl")
@@ -487,7 +494,8 @@ def inductor(
 
     # guard: results_folded_into_inputs
     off = dict.fromkeys(("triton.cudagraphs", "triton.cudagraph_trees", "joint_graph_constant_folding"), False)
-    with aot_config.patch(enable_autograd_cache=False) if show is not None else contextlib.nullcontext():
+    is_fresh = show is None or saving.are_serializable()
+    with contextlib.nullcontext() if is_fresh else aot_config.patch(enable_autograd_cache=False):
         compiled: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
             graph_module, list(example_inputs), inner_compile=compile_inner, config_patches={**settings, **off}
         )

@@ -46,6 +46,8 @@ class Partition:
     #: Symbolic shape of each output leaf in pytree order; None for leaves that are no tensors.
     output_shapes: tuple[tuple[sympy.Expr | int, ...] | None, ...]
     symbolic_numbers: tuple[int, ...]  #: positions of the output leaves that are numbers computed from symbolic sizes
+    #: (name, metadata) of each output leaf in pytree order; the name is "" for a constant
+    output_values: tuple[tuple[str, Any], ...]
     _stitching: Stitching
     _outputs: Any
 
@@ -85,11 +87,6 @@ class Partition:
             for value in values
             for size in (value.shape if isinstance(value, torch.Tensor) else (value,))
         )
-
-    def output_values(self) -> tuple[tuple[str, Any], ...]:
-        """(name, metadata) of each output leaf in pytree order; the name is "" for a constant."""
-        leaves = trees.flatten(self._outputs)[0]
-        return tuple((leaf.name if isinstance(leaf, fx.Node) else "", value_of(leaf)) for leaf in leaves)
 
     def dump(self) -> str:
         """Canonical text: equal for equal graphs in any process, independent of value names."""
@@ -138,6 +135,9 @@ def partition(
         output_shapes=tuple(map(_shape, leaves)),
         symbolic_numbers=tuple(
             p for p, leaf in enumerate(leaves) if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool))
+        ),
+        output_values=tuple(
+            (leaf.name if isinstance(leaf, fx.Node) else "", value_of(leaf)) for leaf in trees.flatten(outputs)[0]
         ),
         _stitching=stitching,
         _outputs=outputs,

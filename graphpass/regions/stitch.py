@@ -66,6 +66,55 @@ class Stitching:
         return FunctionType(self._codes[names], {**self.constants, **results, **callees}, "stitched", self.defaults)
 
 
+@dataclass(frozen=True, slots=True)
+class _Code:
+    """The stitched function as names, from which its source is written for each set of fixed regions."""
+
+    parameters: str
+    result: str  #: the expression that it returns
+    arguments: tuple[str, ...]  #: values that are its arguments
+    regions: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]  #: (name, input values, output values) in order
+    returned: tuple[str, ...]  #: values that ``result`` reads
+    variables: Mapping[str, str]  #: {value: its variable}
+
+    def source(self, fixed: frozenset[str]) -> str:
+        """The function, whose ``fixed`` regions are called without arguments and return the same objects always."""
+        return "\n".join([f"def stitched({self.parameters}):", *self._body(fixed), f"    return {self.result}", ""])
+
+    def _body(self, fixed: frozenset[str]) -> list[str]:
+        """The calls, each followed by ``del`` of the values that have no later use."""
+        last_use = self._last_uses(fixed)
+        released: list[list[str]] = [[] for _ in range(len(self.regions) + 1)]
+        for value, position in last_use.items():
+            released[position].append(value)
+        lines: list[str] = []
+        if not fixed:  # else the unused arguments are as many as the weights, and the caller holds them
+            lines += self._release([name for name in self.arguments if name not in last_use])
+        for position, (region, inputs, results) in enumerate(self.regions):
+            if region in fixed:
+                lines.append(f"    {region}()")
+            else:
+                call = f"{region}({', '.join(self.variables[name] for name in inputs)})"
+                outputs = ", ".join(self.variables[name] for name in results)
+                unpacking = f"{outputs}{',' if len(results) == 1 else ''} = " if outputs else ""
+                lines.append(f"    {unpacking}{call}")
+            lines += self._release(released[position])
+        return lines
+
+    def _release(self, values: Sequence[str]) -> list[str]:
+        return [f"    del {', '.join(self.variables[value] for value in values)}"] if values else []
+
+    def _last_uses(self, fixed: frozenset[str]) -> dict[str, int]:
+        """Value name -> position of the last region that reads it from a local variable; the output is one more."""
+        last: dict[str, int] = {}
+        for position, (region, inputs, _) in enumerate(self.regions):
+            if region not in fixed:
+                last.update(dict.fromkeys(inputs, position))
+        last.update(dict.fromkeys(self.returned, len(self.regions)))
+        kept = {output for region, _, outputs in self.regions if region in fixed for output in outputs}
+        return {name: position for name, position in last.items() if name not in kept}
+
+
 def stitch(gm: fx.GraphModule, regions: Sequence[Region]) -> Stitching:
     """Generate the code for ``regions``, which must come from the graph of ``gm``."""
     return _Writer(gm, regions).stitching()
@@ -87,12 +136,20 @@ class _Writer:
     def stitching(self) -> Stitching:
         parameters, defaults = self._parameters()
         result = self._expression(self._output.args[0] if self._output.args else None)
-
-        def write(fixed: frozenset[str]) -> str:
-            return "\n".join([f"def stitched({parameters}):", *self._body(fixed), f"    return {result}", ""])
-
         outputs = {region.name: tuple(self._variables[name] for name in region.outputs) for region in self._regions}
-        return Stitching(write(frozenset()), dict(self._constants), defaults, outputs, write)
+        code = _Code(
+            parameters,
+            result,
+            arguments=tuple(node.name for node in self._placeholders),
+            regions=tuple((region.name, region.inputs, region.outputs) for region in self._regions),
+            returned=tuple(
+                used.name
+                for node in self._output.all_input_nodes
+                for used in (node.all_input_nodes if is_rebuilt_output(node) else (node,))
+            ),
+            variables=self._variables,
+        )
+        return Stitching(code.source(frozenset()), dict(self._constants), defaults, outputs, code.source)
 
     def _variable_names(self) -> dict[str, str]:
         """Value name -> variable. Arguments keep their names, which callers use as keywords, unless a region has it."""
@@ -116,42 +173,6 @@ class _Writer:
                 defaults.append(node.args[0])
                 parameters[-1] += f"={self._constant(node.args[0])}"
         return ", ".join(parameters), tuple(defaults)
-
-    def _body(self, fixed: frozenset[str]) -> list[str]:
-        """The calls, each followed by ``del`` of the values that have no later use."""
-        last_use = self._last_uses(fixed)
-        released: list[list[str]] = [[] for _ in range(len(self._regions) + 1)]
-        for value, position in last_use.items():
-            released[position].append(value)
-        lines: list[str] = []
-        if not fixed:  # else the unused arguments are as many as the weights, and the caller holds them
-            lines += self._release([node.name for node in self._placeholders if node.name not in last_use])
-        for position, region in enumerate(self._regions):
-            if region.name in fixed:
-                lines.append(f"    {region.name}()")
-            else:
-                names = [self._variables[name] for name in region.inputs]
-                call = f"{region.name}({', '.join(names)})"
-                outputs = ", ".join(self._variables[name] for name in region.outputs)
-                unpacking = f"{outputs}{',' if len(region.outputs) == 1 else ''} = " if outputs else ""
-                lines.append(f"    {unpacking}{call}")
-            lines += self._release(released[position])
-        return lines
-
-    def _release(self, values: Sequence[str]) -> list[str]:
-        return [f"    del {', '.join(self._variables[value] for value in values)}"] if values else []
-
-    def _last_uses(self, fixed: frozenset[str]) -> dict[str, int]:
-        """Value name -> position of the last region that reads it from a local variable; the output is one more."""
-        last: dict[str, int] = {}
-        for position, region in enumerate(self._regions):
-            if region.name not in fixed:
-                last.update(dict.fromkeys(region.inputs, position))
-        for node in self._output.all_input_nodes:
-            for used in node.all_input_nodes if is_rebuilt_output(node) else (node,):
-                last[used.name] = len(self._regions)
-        kept = {output for region in self._regions if region.name in fixed for output in region.outputs}
-        return {name: position for name, position in last.items() if name not in kept}
 
     def _expression(self, value: Any) -> str:
         """Python text for an output value or structure."""

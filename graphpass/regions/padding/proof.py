@@ -271,7 +271,7 @@ class _PartitionRun:
         inputs = self._parts.inputs
         values = {given.name: value for given, value in zip(inputs, self._inputs(sizes), strict=True)}
         passed = [self._through(region, values, sizes) for region in self._parts.regions]
-        outputs = tuple(values.get(name) for name, _ in self._parts.output_values())
+        outputs = tuple(values.get(name) for name, _ in self._parts.output_values)
         written = {position: values[inputs[position].name] for position in self._parts.mutated_inputs}
         return Interpretation(
             outputs,

@@ -1,0 +1,297 @@
+"""What torch needs to save a compiled graph and a traced call, and to load both in another process.
+
+See Note [Saved starts].
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import inspect
+import itertools
+import marshal
+import os
+import pickle
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphpass.compat.operators import torch_attribute
+
+_META = frozenset({"example_value", "val", "stack_trace", "custom", "unbacked_bindings"})
+_NONCE = (f"graphpass-{os.getpid()}-{number}" for number in itertools.count())
+_CAN_SAVE = "_functorch.config.bundled_autograd_cache"
+
+
+class CannotSaveError(Exception):
+    """Something cannot be saved; the text says what."""
+
+
+@contextlib.contextmanager
+def serializable() -> Iterator[None]:
+    """Within the body, Inductor's artifacts can be saved, on every torch that can; they are compiled anew."""
+    from torch._functorch import config as aot_config
+
+    if torch_attribute(_CAN_SAVE) is None:
+        yield
+        return
+    patch = {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True, "enable_autograd_cache": True}
+    # A result from the cache would come without the aten graph that the proofs read: no entry has this tag.
+    with aot_config.patch(patch), torch.compiler.config.patch(cache_key_tag=next(_NONCE)):
+        yield
+
+
+def are_serializable() -> bool:
+    """Whether the caller is inside of :func:`serializable`."""
+    return bool(torch_attribute(_CAN_SAVE))
+
+
+@functools.cache
+def _pickler() -> Any:
+    """The class of the pickler; torch's own imports Inductor."""
+    from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Bundle
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.fx._graph_pickler import GraphPickler
+
+    class Pickler(GraphPickler):  # type: ignore[misc]
+        """Pickles graph modules, fake tensors, artifacts and code; refuses tensors with contents."""
+
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, types.CodeType):
+                return marshal.loads, (marshal.dumps(obj),)
+            if isinstance(obj, MappingProxyType):
+                return _view_of, (dict(obj),)
+            if isinstance(obj, torch.Tensor) and not isinstance(obj, FakeTensor):
+                raise CannotSaveError("a tensor that the code itself makes or holds, and that no module has")
+            if type(obj).__name__ == "SerializableCompiledFunction":
+                return _artifact, (Bundle.serialize_compile_artifacts(Bundle(obj)),)
+            reduced = super().reducer_override(obj)
+            if isinstance(obj, fx.GraphModule):
+                make, (data, state) = reduced
+                data.gm_dict["meta"] = {}
+                return _with_code, (make, data, state)
+            return reduced
+
+    return Pickler
+
+
+def _view_of(mapping: dict[Any, Any]) -> Mapping[Any, Any]:
+    return MappingProxyType(mapping)
+
+
+def _artifact(saved: bytes) -> Any:
+    from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Bundle
+
+    return Bundle.deserialize_compile_artifacts(saved).compiled_fn
+
+
+def _with_code(make: Callable[..., fx.GraphModule], data: Any, state: Any) -> fx.GraphModule:
+    graph_module = make(data, state)
+    graph_module.recompile()
+    return graph_module
+
+
+def dumps(record: Any) -> bytes:
+    """A record with graphs, fake tensors and artifacts as bytes, for :func:`loads`.
+
+    Raises:
+        CannotSaveError: it holds something that another process cannot have.
+    """
+    from torch.fx._graph_pickler import Options
+
+    options = Options(ops_filter=None, node_metadata_key_filter=_META.__contains__)
+    try:
+        data: bytes = _pickler().dumps(record, options)
+    except CannotSaveError:
+        raise
+    except Exception as error:
+        raise CannotSaveError(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
+    return data
+
+
+def loads(data: bytes) -> Any:
+    """The record of :func:`dumps`, over a shape environment of its own."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx._graph_pickler import GraphPickler
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    with torch.inference_mode(False):
+        return GraphPickler.loads(data, mode)
+
+
+# -- calls that Dynamo has traced ---------------------------------------------------------------------------------------
+
+
+class Recorded(BaseException):
+    """Raised by what the backend returns in :func:`record_call`: the trace is done, and nothing is to run."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracedCall:
+    """Dynamo's work for one kind of call of a function."""
+
+    code: bytes  #: what Dynamo made of the function's code
+    graph: str  #: the name in that code of the function's only graph
+    modules: Mapping[str, str]  #: {name in that code: Python module}
+    guards: bytes  #: the guards on arguments and ambient state
+    #: the guards on the model and on global variables, without what they compare with: see :func:`install_call`
+    of_model: bytes
+
+
+def record_call(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    backend: str,
+    options: Mapping[str, Any],
+    dynamic: bool | None,
+    owners: Sequence[str],
+) -> tuple[TracedCall, dict[str, Any], set[str]]:
+    """Trace a call for a backend whose graph raises :class:`Recorded`.
+
+    Args:
+        function: a new function object; it is not compiled afterwards.
+        args: its positional arguments.
+        backend: the name of the backend.
+        options: the backend's options.
+        dynamic: as for torch.compile.
+        owners: the variables of enclosing functions that hold the model.
+
+    Returns:
+        The traced call; {expression: value} of what it assumes of the model and of global variables; and the names
+        of the Python modules from which functions were traced.
+
+    Raises:
+        CannotSaveError: the call has a graph break, or a guard cannot be saved.
+    """
+    from torch._dynamo.package import CompilePackage, SerializedCode
+
+    package, assumed, of_model = CompilePackage(function), dict[str, Any](), list[Any]()
+
+    def keep(entries: Sequence[Any]) -> list[bool]:
+        of_model.clear()
+        kept = []
+        for entry in entries:
+            name = _name_of(entry.orig_guard)
+            is_own = "G[" in name or any(f"L['{owner}']" in name for owner in owners)
+            kept.append(not is_own)
+            if is_own:
+                of_model.append(entry.orig_guard)
+                assumed[name] = entry.value if entry.has_value else None
+        return kept
+
+    wrapper = torch._TorchCompileWrapper(backend, None, dict(options), dynamic)
+    compiled = torch._dynamo.optimize(backend=wrapper, dynamic=dynamic, guard_filter_fn=keep, package=package)(function)
+    try:
+        with torch._dynamo.config.patch(strict_precompile=True):
+            compiled(*args)
+    except Recorded:
+        pass
+    except Exception as error:
+        raise CannotSaveError(str(error).strip().partition("\n")[0]) from error
+    entries = list(package._codes.values())
+    guarded = entries[0].guarded_codes
+    if len(entries) != 1 or len(guarded) != 1 or len(entries[0].backend_ids) != 1:
+        raise CannotSaveError("the model has graph breaks: Python runs between its graphs")
+    code, scope = SerializedCode.to_code_object(guarded[0].dynamo_code), function.__globals__
+    modules = {name: value.__name__ for name, value in scope.items() if isinstance(value, types.ModuleType)}
+    (graph,) = entries[0].backend_ids
+    known = {graph, "__name__", "__builtins__", *modules}
+    held = [name for name in code.co_names if name in scope.keys() - known and "__builtins_dict__" not in name]
+    if held:
+        raise CannotSaveError(f"its code holds objects of this process: {', '.join(held)}")
+    try:
+        call = TracedCall(
+            marshal.dumps(code), str(graph), modules, guarded[0].guards_state, pickle.dumps(list(map(_plain, of_model)))
+        )
+    except Exception as error:
+        raise CannotSaveError(f"a guard: {error}") from error
+    return call, assumed, {source.module for source in package._source_info.inlined_sources}
+
+
+def _name_of(guard: Any) -> str:
+    return str(guard.name() if callable(guard.name) else guard.name)
+
+
+def _plain(guard: Any) -> Any:
+    """A guard without references to objects; what it compares with is looked up again."""
+
+    def without(value: Any) -> Any:
+        return None if isinstance(value, weakref.ref) or type(value).__name__ == "TensorWeakRef" else value
+
+    create = guard.create_fn
+    if isinstance(create, functools.partial):
+        keywords = {name: without(value) for name, value in create.keywords.items()}
+        create = functools.partial(create.func, *map(without, create.args), **keywords)
+    return dataclasses.replace(
+        guard, create_fn=create, obj_weakref=None, guarded_class_weakref=None, stack=None, user_stack=None
+    )
+
+
+class Expressions:
+    """Evaluates the expressions of guards on the model and on global variables."""
+
+    def __init__(self, call: TracedCall, function: Callable[..., Any]) -> None:
+        from torch._dynamo.guards import _get_closure_vars
+
+        bind_modules(call, function)
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        self._scope = {**_get_closure_vars(), "L": {n: cell.cell_contents for n, cell in cells}}
+        self._scope["G"] = function.__globals__
+
+    def value(self, expression: str) -> Any:
+        """The value of an expression; None if it has none here."""
+        try:
+            return eval(expression, self._scope)
+        except Exception:
+            return None
+
+
+def bind_modules(call: TracedCall, function: Callable[..., Any]) -> None:
+    """Make the Python modules, under the names that a traced call has for them, known to a function."""
+    from torch._dynamo.output_graph import get_builtins_dict
+    from torch._dynamo.package import load_guards_state
+
+    scope = function.__globals__
+    scope.update({name: importlib.import_module(module) for name, module in call.modules.items()})
+    name = load_guards_state(call.guards).output_graph.name_of_builtins_dict_key_in_fglobals
+    if name:
+        scope[name] = get_builtins_dict(scope)
+
+
+def install_call(function: Callable[..., Any], call: TracedCall, graph: Callable[..., Any]) -> None:
+    """Let a function run a traced call, as if Dynamo had just traced it; other calls are traced as ever.
+
+    The guards on the model and on global variables compare with what these are now.
+    """
+    from torch._C._dynamo.eval_frame import _load_precompile_entry
+    from torch._dynamo.guards import CheckFunctionManager
+    from torch._dynamo.output_graph import OutputGraphCommon
+    from torch._dynamo.package import load_guards_state
+
+    scope, state = function.__globals__, load_guards_state(call.guards)
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    local = {**state.output_graph.local_scope, **{name: cell.cell_contents for name, cell in cells}}
+    saved = state.output_graph._guards.inner
+    guards = torch._guards.GuardsSet(type(saved)([*saved, *pickle.loads(call.of_model)]))  # guard: saved_live_guards
+    output = dataclasses.replace(state.output_graph, local_scope=local, global_scope=scope, _guards=guards)
+    scope[call.graph] = torch._dynamo.disable(graph)
+    parts = {"shape_code_parts": state.shape_code_parts, "runtime_global_scope": scope}
+    manager = CheckFunctionManager(function.__code__, OutputGraphCommon(output), **parts).guard_manager
+    _load_precompile_entry(function.__code__, manager, marshal.loads(call.code))
+
+
+def implementation_of(op: str) -> Callable[..., Any] | None:
+    """The Python function behind a custom operator, ``mylib.attention.default``; None if torch knows none."""
+    from torch._library.custom_ops import OPDEFS
+
+    definition: Any = OPDEFS.get("::".join(op.split(".")[:2]))
+    return None if definition is None else inspect.unwrap(definition._init_fn)

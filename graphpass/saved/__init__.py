@@ -1,0 +1,34 @@
+"""Saved starts: a directory of artifacts, and what has to be equal for one to be used. See Note [Saved starts]."""
+
+from graphpass.saved.directory import CALL, GRAPH, NOT_SAVED, SavedFile, SavedFiles, file_name
+from graphpass.saved.fingerprint import (
+    Parts,
+    UnstableError,
+    assumed,
+    difference,
+    digest,
+    environment,
+    implementations,
+    modules,
+    sources,
+    text_of,
+)
+
+__all__ = [
+    "CALL",
+    "GRAPH",
+    "NOT_SAVED",
+    "Parts",
+    "SavedFile",
+    "SavedFiles",
+    "UnstableError",
+    "assumed",
+    "difference",
+    "digest",
+    "environment",
+    "file_name",
+    "implementations",
+    "modules",
+    "sources",
+    "text_of",
+]

@@ -1,0 +1,150 @@
+"""Dynamo's work for the calls of one model, in the directory of ``warm_start``: saved after a capture, loaded before.
+
+A call is loaded only where the model, the code that was traced and what it read are those of the save. See Note
+[Saved starts].
+"""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from graphpass.capture.runtime import GraphRuntime
+from graphpass.compat import dynamo, saving
+from graphpass.ledger import Reason
+from graphpass.options import Settings
+from graphpass.saved import (
+    CALL,
+    NOT_SAVED,
+    Parts,
+    SavedFiles,
+    UnstableError,
+    assumed,
+    difference,
+    digest,
+    environment,
+    modules,
+    sources,
+    text_of,
+)
+
+_SEE_SAVED = "see docs/guides/starting.md for what can be saved"
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedCall:
+    call: saving.TracedCall
+    file: str  #: of its graph
+    expressions: tuple[str, ...]  #: what the trace read of the model and of global variables
+    modules: tuple[str, ...]  #: the Python modules from which functions were traced
+    parts: Parts  #: the values of the expressions, and digests of the modules
+
+
+class SavedCalls:
+    """Saves and loads the traced calls of one model; without ``warm_start`` it does nothing.
+
+    Args:
+        model: the module or function.
+        owners: the variables by which the compiled functions refer to the model.
+        backend: the name of the backend.
+        options: the backend's options, with the runtime.
+        dynamic: as for torch.compile.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        owners: Sequence[str],
+        backend: str,
+        options: Mapping[str, Any],
+        dynamic: bool | None,
+    ) -> None:
+        self._model, self._owners, self._backend, self._dynamic = model, owners, backend, dynamic
+        self._options, self._settings = options, Settings.of(options)
+        self._store = None if self._settings.warm_start is None else SavedFiles(self._settings.warm_start)
+        self._saved: dict[Any, list[_SavedCall]] = {}
+
+    def load(self, function: Callable[..., Any], form: Sequence[Any]) -> None:
+        """Let a function that is about to be compiled run the calls that were saved for its form."""
+        if self._store is None:
+            return
+        try:
+            contents = self._store.find(self._name(form), self._parts(), CALL)
+            calls: Any = contents if isinstance(contents, Reason) else pickle.loads(contents)
+            why = calls if isinstance(calls, Reason) else None
+            for saved in calls if why is None else ():
+                why = self._install(function, saved) or why
+        except Exception as error:  # a miss, whatever a file holds
+            why = Reason(f"a saved call cannot be loaded: {type(error).__name__}: {error}", _SEE_SAVED)
+        if why is not None:
+            self._note("not loaded", why)
+
+    def _install(self, function: Callable[..., Any], saved: _SavedCall) -> Reason | None:
+        values = saving.Expressions(saved.call, function)
+        read = assumed({expression: values.value(expression) for expression in saved.expressions})
+        now = {**sources(saved.modules), **read}  # guard: saved_values
+        found = difference(saved.parts, now)
+        if found is not None:
+            return found
+        graph = self._graphs().load_file(saved.file, self._runtime, self._settings)
+        if isinstance(graph, Reason):
+            return graph
+        saving.install_call(function, saved.call, graph)
+        return None
+
+    def save(self, function: Callable[..., Any], form: Sequence[Any], args: Sequence[Any]) -> None:
+        """Trace a call with a new function of this form, and save it; the call does not run."""
+        if self._store is None:
+            return
+        graphs = self._graphs()
+        graphs.recording = []
+        why: Reason | None = None
+        try:
+            call, values, names = saving.record_call(
+                function, args, self._backend, self._options, self._dynamic, self._owners
+            )
+            (file,) = graphs.recording
+            if isinstance(file, Reason):
+                why = file
+            else:
+                parts = {**sources(names), **assumed(values)}
+                others = [other for other in self._saved.get(tuple(form), ()) if other.file != file]
+                others.append(_SavedCall(call, file, tuple(values), tuple(names), parts))
+                self._saved[tuple(form)] = others
+                written = self._store.write(self._name(form), self._parts(), CALL, pickle.dumps(others))
+                why = written if isinstance(written, Reason) else None
+        except (saving.CannotSaveError, UnstableError, pickle.PicklingError) as error:
+            why = Reason(str(error), _SEE_SAVED)
+        finally:
+            graphs.recording = None
+        if why is not None:
+            self._note("Dynamo's work is not saved", replace(why, is_expected=False))
+
+    def _name(self, form: Sequence[Any]) -> str:
+        kind: Any = type(self._model) if isinstance(self._model, torch.nn.Module) else self._model
+        return digest(kind.__module__, kind.__qualname__, tuple(form))
+
+    def _parts(self) -> Parts:
+        tensors = list(self._model.parameters()) if isinstance(self._model, torch.nn.Module) else []
+        options = {name: text_of(value) for name, value in self._settings.parts().items()}
+        return {**environment({tensor.device for tensor in tensors}), **options, **modules(self._model)}
+
+    def _graphs(self) -> Any:
+        """What the backend has saved and loaded for the runtime."""
+        backend = dynamo.registered_backend(self._backend)
+        assert backend is not None, "the options were validated by the backend"
+        package = backend.__module__.partition(".")[0]
+        return self._runtime.owned(importlib.import_module(f"{package}.saved").SavedGraphs)
+
+    @property
+    def _runtime(self) -> GraphRuntime:
+        assert self._settings.runtime is not None, "callers pass the runtime"
+        return self._settings.runtime
+
+    def _note(self, what: str, why: Reason) -> None:
+        self._runtime.ledger.note(replace(why, why=f"{what}: {why.why}"), is_problem=why is not NOT_SAVED)
