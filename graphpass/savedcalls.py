@@ -68,6 +68,7 @@ class SavedCalls:
         self._options, self._settings = options, Settings.of(options)
         self._store = None if self._settings.warm_start is None else SavedFiles(self._settings.warm_start)
         self._saved: dict[Any, list[_SavedCall]] = {}
+        self._num_loaded: dict[Any, int] = {}  # {form: callables of the runtime, when its calls had been loaded}
 
     def load(self, function: Callable[..., Any], form: Sequence[Any]) -> None:
         """Let a function that is about to be compiled run the calls that were saved for its form."""
@@ -83,6 +84,9 @@ class SavedCalls:
             why = Reason(f"a saved call cannot be loaded: {type(error).__name__}: {error}", _SEE_SAVED)
         if why is not None:
             self._note("not loaded", why)
+            return
+        self._num_loaded[tuple(form)], self._saved[tuple(form)] = len(self._runtime.callables()), list(calls)
+        self._runtime.note("calls were loaded from warm_start: Dynamo traced nothing for them")
 
     def _install(self, function: Callable[..., Any], saved: _SavedCall) -> Reason | None:
         values = saving.Expressions(saved.call, function)
@@ -99,7 +103,8 @@ class SavedCalls:
 
     def save(self, function: Callable[..., Any], form: Sequence[Any], args: Sequence[Any]) -> None:
         """Trace a call with a new function of this form, and save it; the call does not run."""
-        if self._store is None:
+        is_loaded = self._num_loaded.get(tuple(form)) == len(self._runtime.callables())  # nothing was compiled since
+        if self._store is None or is_loaded:
             return
         graphs = self._graphs()
         graphs.recording = []

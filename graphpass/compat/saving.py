@@ -71,7 +71,7 @@ def _pickler() -> Any:
                 return _view_of, (dict(obj),)
             if isinstance(obj, torch.Tensor) and not isinstance(obj, FakeTensor):
                 raise CannotSaveError("a tensor that the code itself makes or holds, and that no module has")
-            if type(obj).__name__ == "SerializableCompiledFunction":
+            if callable(getattr(obj, "serialize", None)) and not isinstance(obj, type):
                 return _artifact, (Bundle.serialize_compile_artifacts(Bundle(obj)),)
             reduced = super().reducer_override(obj)
             if isinstance(obj, fx.GraphModule):

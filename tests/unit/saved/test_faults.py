@@ -1,0 +1,258 @@
+"""What differs between the process that saves and the one that loads: harmless and right, or a miss with its reason."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+import graphpass as gp
+from graphpass.saved import fingerprint
+from tests.unit.saved import stack as of
+from tests.unit.saved.stack import OPTIONS, Stack, example, stack
+
+Change = Callable[[Stack, pytest.MonkeyPatch], Any]
+
+
+@dataclass(frozen=True)
+class Fault:
+    name: str
+    says: str | None  #: part of the reason; None if the start is loaded all the same
+    model: Change = lambda model, patch: None
+    files: Callable[[Path], Any] = lambda folder: None
+    options: dict[str, Any] = field(default_factory=dict)
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+
+
+def of_kind(kind: str) -> Callable[[Path], list[Path]]:
+    return lambda folder: sorted(folder.glob(f"*.{kind}"))
+
+
+def each(kind: str, change: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    return lambda folder: [change(path) for path in of_kind(kind)(folder)]
+
+
+def flipped(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-20] ^= 1
+    path.write_bytes(data)
+
+
+def halved(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def linked(path: Path) -> None:
+    path.rename(path.with_suffix(".elsewhere"))
+    path.symlink_to(path.with_suffix(".elsewhere"))
+
+
+def other_contents(path: Path) -> None:
+    import hashlib
+    import json
+
+    magic, header, _ = path.read_bytes().split(b"\n", 2)
+    parsed = json.loads(header)
+    parsed["sha256"] = hashlib.sha256(b"nothing").hexdigest()
+    path.write_bytes(b"\n".join((magic, json.dumps(parsed).encode(), b"nothing")))
+
+
+def set_data(model: Stack, _: Any) -> None:
+    model.layers[0].linear.weight.data = model.layers[0].linear.weight.data.t().contiguous().t()
+
+
+def doubling(x: torch.Tensor, by: float = 0.5) -> torch.Tensor:
+    return torch.relu(x) * 2 + by * x
+
+
+def hook(module: nn.Module, args: Any, result: torch.Tensor) -> torch.Tensor:
+    return result * 3
+
+
+def global_hook(model: Stack, patch: pytest.MonkeyPatch) -> Any:
+    return nn.modules.module.register_module_forward_hook(hook).remove
+
+
+@contextlib.contextmanager
+def set_to(setter: Callable[[Any], Any], value: Any, before: Any) -> Any:
+    setter(value)
+    try:
+        yield
+    finally:
+        setter(before)
+
+
+def attribute(name: str, value: Any) -> Change:
+    return lambda model, patch: setattr(model.layers[1], name, value)
+
+
+def patched(owner: Any, name: str, value: Any) -> Change:
+    return lambda model, patch: patch.setattr(owner, name, value)
+
+
+def reweighted(model: Stack, _: Any) -> None:
+    for parameter in model.parameters():
+        parameter.normal_()
+
+
+FAULTS = [
+    # weights
+    Fault("nothing", None),
+    Fault("other weights", None, reweighted),
+    Fault("weights that are assigned", None, lambda m, _: m.load_state_dict(stack(seed=5).state_dict(), assign=True)),
+    Fault("another buffer", None, lambda m, _: m.layers[0].shift.fill_(2.0)),
+    Fault("weights of another type", "tensors differs", lambda m, _: m.double()),
+    Fault("a transposed weight", "tensors differs", set_data),
+    Fault("a wider buffer", "tensors differs", attribute("shift", torch.ones(1, of.INPUTS))),
+    Fault("a weight that needs gradients", "tensors differs", lambda m, _: m.layers[0].norm.weight.requires_grad_()),
+    Fault("tied weights", None, lambda m, _: setattr(m.layers[1].linear, "bias", m.layers[0].linear.bias)),
+    # configuration and Python state of the model
+    Fault("another epsilon", "attributes differs", lambda m, _: setattr(m.layers[0].norm, "eps", 0.5)),
+    Fault("another scale", "attributes differs", attribute("scale", 3.0)),
+    Fault("a scale that is an int", "attributes differs", attribute("scale", 1)),
+    Fault("another activation", "class differs", attribute("act", nn.GELU())),
+    Fault("a layer more", "class differs", lambda m, _: m.layers.append(of.Layer().eval().requires_grad_(False))),
+    Fault("a layer less", "differs", lambda m, _: m.layers.__delitem__(1)),
+    Fault("training mode", "attributes differs", lambda m, _: m.train()),
+    Fault("one layer in training mode", "attributes differs", lambda m, _: m.layers[1].train()),
+    Fault("a hook", "hooks differs", lambda m, _: m.layers[0].register_forward_hook(hook)),
+    Fault("a hook before", "hooks differs", lambda m, _: m.layers[0].register_forward_pre_hook(lambda m, a: (a[0] + 1,))),
+    Fault("a hook of all modules", "hooks of all modules", global_hook),
+    Fault("a patched forward", "attributes differs", lambda m, _: setattr(m.layers[0], "forward", lambda x: x * 5)),
+    Fault("a patched forward of a class", "class differs", patched(of.Layer, "forward", lambda self, x: x * 5)),
+    Fault("an unread attribute", "attributes differs", attribute("note", "unread")),
+    # code
+    Fault("a patched function of the module", "the value of", patched(of, "bent", doubling)),
+    Fault("another default of a function", "the value of", lambda m, p: p.setattr(of.bent, "__defaults__", (0.25,))),
+    Fault("another implementation of a splitting op", "the implementation of", patched(of.mixed, "_init_fn", doubling)),
+    Fault("an edited file", "the source of", lambda m, p: p.setattr(fingerprint, "_source_of", lambda name: b"edited")),
+    # environment
+    Fault("another Python", "Python differs", lambda m, p: p.setattr(fingerprint.sys, "version", "3.99")),
+    Fault("another torch", "torch differs", lambda m, p: p.setattr(fingerprint.torch.version, "git_version", "other")),
+    Fault("another graphpass", "graphpass differs", lambda m, p: p.setattr(fingerprint, "_own_source", lambda: "other")),
+    Fault("another processor", "processor differs", lambda m, p: p.setattr(fingerprint.platform, "machine", lambda: "z80")),
+    Fault("autocast", "settings of the compiler", around=lambda: torch.autocast("cpu", torch.bfloat16)),
+    Fault(
+        "another default type",
+        "settings of the compiler",
+        around=lambda: set_to(torch.set_default_dtype, torch.float64, torch.float32),
+    ),
+    Fault(
+        "another precision",
+        "settings of the compiler",
+        around=lambda: set_to(torch.set_float32_matmul_precision, "medium", "highest"),
+    ),
+    Fault(
+        "deterministic algorithms",
+        "settings of the compiler",
+        around=lambda: set_to(torch.use_deterministic_algorithms, True, False),
+    ),
+    # options
+    Fault("another mode", "option mode differs", options={"mode": "FULL"}),
+    Fault("other sizes", "option capture_sizes differs", options={"capture_sizes": [4]}),
+    Fault("no splitting op", "option splitting_ops differs", options={"splitting_ops": []}),
+    Fault("outputs that are views", "option policy differs", options={"outputs": "view"}),
+    # files
+    Fault("a flipped bit of the graphs", "is damaged", files=each("graph", flipped)),
+    Fault("a flipped bit of the calls", "is damaged", files=each("call", flipped)),
+    Fault("half of the graphs", "is damaged", files=each("graph", halved)),
+    Fault("half of the calls", "is damaged", files=each("call", halved)),
+    Fault("empty graphs", "is damaged", files=each("graph", lambda path: path.write_bytes(b""))),
+    Fault("no graphs", "nothing was saved", files=each("graph", Path.unlink)),
+    Fault("no calls", "nothing was saved", files=each("call", Path.unlink)),
+    Fault("graphs of other contents", "cannot be loaded", files=each("graph", other_contents)),
+    Fault("calls of other contents", "cannot be loaded", files=each("call", other_contents)),
+    Fault("graphs that others can write", "written by others", files=each("graph", lambda path: path.chmod(0o666))),
+    Fault("links to files", "is no file", files=each("call", linked)),
+    Fault("a write that was cut off", None, files=lambda folder: (folder / ".writing-x").write_bytes(b"half")),
+]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved") / "starts"
+    fast = gp.graphed(stack(), **OPTIONS, warm_start=folder)
+    fast.capture(example())
+    assert not [note for note in fast.runtime.notes if "not saved" in note]
+    assert len(of_kind("graph")(folder)) == len(of_kind("call")(folder)) == 1
+    return folder
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_is_harmless_or_a_miss(
+    fault: Fault, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(saved, tmp_path / "starts"))
+    torch.compiler.reset()
+    counters.clear()
+    model = stack()
+    undo = fault.model(model, monkeypatch)
+    fault.files(folder)
+    try:
+        fast = gp.graphed(model, **{**OPTIONS, **fault.options}, warm_start=folder)
+        with fault.around(), torch.no_grad():
+            for rows in (4, 3, 4, 3, 4):
+                x = example(rows).to(next(model.parameters()).dtype)
+                torch.testing.assert_close(fast(x), model(x))
+    finally:
+        if callable(undo):
+            undo()
+    found = [note for note in fast.runtime.notes if "not loaded" in note]
+    if fault.says is None:
+        assert not found
+        assert not counters["frames"]
+        assert fast.runtime.compiled() == 0
+    else:
+        assert any(fault.says in note for note in found), found
+
+
+def test_nothing_is_traced_partitioned_or_compiled(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.compiler.reset()
+    counters.clear()
+    for name in ("partition", "RegionCompiler", "dispatched"):
+        monkeypatch.setattr(f"cgpass.pipeline.{name}", None)
+    model = stack(seed=3)
+    fast = gp.graphed(model, **OPTIONS, warm_start=saved)
+    before = {path: path.stat().st_mtime_ns for path in saved.iterdir()}
+    fast.capture(example())
+    for rows in (4, 2, 3):
+        torch.testing.assert_close(fast(example(rows)), model(example(rows)))
+    assert not counters["frames"]
+    assert fast.runtime.compiled() == 0
+    assert fast.runtime.stats().replayed > 0
+    assert {path: path.stat().st_mtime_ns for path in saved.iterdir()} == before, "what was loaded is not saved again"
+
+
+def test_changes_after_a_load_are_seen(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.compiler.reset()
+    model = stack()
+    fast = gp.graphed(model, **OPTIONS, warm_start=saved)
+    x = example()
+    torch.testing.assert_close(fast(x), model(x))
+    for change in (
+        lambda: monkeypatch.setattr(of, "bent", doubling),
+        lambda: setattr(model.layers[0].norm, "eps", 0.5),
+        lambda: setattr(model.layers[1], "act", nn.GELU()),
+        lambda: setattr(model.layers[0], "scale", 7.0),
+    ):
+        change()
+        for _ in range(3):
+            torch.testing.assert_close(fast(x), model(x))
+
+
+def test_the_directory_is_of_ones_own(tmp_path: Path) -> None:
+    os.chmod(tmp_path, 0o777)
+    with pytest.raises(gp.GraphpassError, match="written by others"):
+        gp.graphed(stack(), warm_start=tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(gp.GraphpassError, match="no directory"):
+        gp.graphed(stack(), warm_start=tmp_path / "file")
