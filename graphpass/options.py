@@ -73,8 +73,8 @@ class Settings:
     graph_bytes: int | None = None
     #: captures show a progress bar; by default where stderr is a terminal and TQDM_DISABLE is not set
     progress: bool | None = None
-    #: a directory of saved artifacts, which is trusted like code: what is compiled is saved there, and loaded from there
-    #: where an equal model starts again
+    #: a directory of saved artifacts, which is trusted like code: what is compiled is saved there, and loaded where an
+    #: equal model starts again
     warm_start: Path | None = None
     dump_dir: Path | None = None  #: a directory for the text of partitions, one file for each graph
     #: the ``GraphRuntime`` that owns memory pool, graphs and statistics; by default each ``torch.compile`` creates one

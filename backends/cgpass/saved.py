@@ -13,7 +13,7 @@ import sympy
 import torch
 from torch import fx
 
-from cgpass.appended import AppendedInputs, RealSizes
+from cgpass.appended import AppendedInputs
 from cgpass.callable import CompiledGraph, GraphedCallable
 from cgpass.keyrules import AutoRules
 from graphpass.capture.runtime import GraphRuntime

@@ -233,8 +233,8 @@ def cache(
 ) -> Result:
     """Look after a directory of saved artifacts (warm_start): ACTION is list, verify or prune.
 
-    Verify reads each file, and exits with 1 if one is damaged, is not yours alone, or was saved by another version or on
-    another machine. Prune removes such files. No file's contents are run.
+    Verify reads each file, and exits with 1 if one is damaged, is not yours alone, or was saved by another version or
+    on another machine. Prune removes such files. No file's contents are run.
 
     \b
     Examples:

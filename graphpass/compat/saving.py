@@ -128,7 +128,7 @@ def loads(data: bytes) -> Any:
         return GraphPickler.loads(data, mode)
 
 
-# -- calls that Dynamo has traced ---------------------------------------------------------------------------------------
+# -- calls that Dynamo has traced -----------------------------------------------------------------------------------
 
 
 class Recorded(BaseException):

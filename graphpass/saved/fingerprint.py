@@ -27,7 +27,8 @@ from graphpass.ledger import Reason
 Parts: TypeAlias = dict[str, str]
 """{what it is: its text}."""
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_NUMBERS_AND_TEXT = (type(None), type(Ellipsis), type(NotImplemented), bool, int, float, complex, str, bytes)
+_PLAIN = (*_NUMBERS_AND_TEXT, torch.dtype, torch.device, torch.layout, torch.memory_format, Path)
 _CONTAINERS = (tuple, list, dict, set, frozenset)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
 
@@ -64,7 +65,7 @@ def text_of(value: Any) -> str:
     Raises:
         UnstableError: it holds an object that is itself and nothing else, such as a tensor.
     """
-    if isinstance(value, _PLAIN) or value is Ellipsis or value is NotImplemented:
+    if isinstance(value, _PLAIN):
         return f"{type(value).__name__} {value!r}"
     if isinstance(value, sympy.Basic):
         return sympy.srepr(value)
@@ -84,8 +85,6 @@ def text_of(value: Any) -> str:
         return f"{value} {getattr(value, '_schema', '')}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return f"{_named(type(value))} {[text_of(getattr(value, f.name)) for f in dataclasses.fields(value)]}"
-    if isinstance(value, Path):
-        return str(value)
     if callable(value) and (isinstance(value, type) or hasattr(value, "__name__")):
         return code_of(value)
     raise UnstableError(f"{type(value).__name__} objects are compared by identity")
@@ -103,13 +102,13 @@ def code_of(function: Any) -> str:
     code = getattr(inner, "__code__", None)
     if code is None:
         return _named(function)
-    held = [cell_text(cell) for cell in inner.__closure__ or ()]
-    with_it = (inner.__defaults__, inner.__kwdefaults__)
-    shown = hashlib.sha256(f"{_code_text(code)} {held} {brief(with_it)} {list(map(brief, inner.__defaults__ or ()))}".encode())
-    return f"{_named(inner)} #{shown.hexdigest()[:16]}"
+    held = [_cell_text(cell) for cell in inner.__closure__ or ()]
+    defaults = [*map(brief, inner.__defaults__ or ()), brief(inner.__kwdefaults__)]
+    shown = hashlib.sha256(f"{_code_text(code)} {held} {defaults}".encode()).hexdigest()
+    return f"{_named(inner)} #{shown[:16]}"
 
 
-def cell_text(cell: Any) -> str:
+def _cell_text(cell: Any) -> str:
     """What a variable of an enclosing function holds."""
     try:
         return brief(cell.cell_contents)
@@ -118,11 +117,12 @@ def cell_text(cell: Any) -> str:
 
 
 def _code_text(code: types.CodeType) -> str:
-    constants = [
-        _code_text(c) if isinstance(c, types.CodeType) else repr(sorted(map(repr, c)) if isinstance(c, frozenset) else c)
-        for c in code.co_consts
-    ]
+    constants = [_code_text(c) if isinstance(c, types.CodeType) else _constant_text(c) for c in code.co_consts]
     return repr((code.co_code.hex(), code.co_names, code.co_varnames, code.co_freevars, code.co_flags, constants))
+
+
+def _constant_text(value: Any) -> str:
+    return repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value)
 
 
 def brief(value: Any) -> str:
@@ -133,30 +133,31 @@ def brief(value: Any) -> str:
     if isinstance(value, types.ModuleType):
         return f"module {value.__name__}"
     if isinstance(value, _CONTAINERS):
-        keys = list(map(repr, value)) if isinstance(value, dict) and all(isinstance(k, (str, int)) for k in value) else []
-        scalars = [repr(item) if isinstance(item, _PLAIN) else "" for item in value] if isinstance(value, (tuple, list)) else []
-        return f"{_named(type(value))} of {len(value)} {keys or scalars}"
+        scalars = [repr(item) for item in value if isinstance(item, _PLAIN)]  # of a dict, its keys
+        ordered = sorted(scalars) if isinstance(value, (set, frozenset)) else scalars
+        return f"{_named(type(value))} of {len(value)} {ordered}"
     try:
         return text_of(value)
     except UnstableError:
         return f"a {_named(type(value))}"
 
 
-# -- parts --------------------------------------------------------------------------------------------------------------
+# -- parts ----------------------------------------------------------------------------------------------------------
 
 
 def environment(devices: Iterable[torch.device]) -> Parts:
     """Versions, and the hardware of the devices."""
     cuda = next((device for device in devices if device.type == "cuda"), None)
     parts = {
-        "Python": f"{platform.python_implementation()} {sys.version}",  # guard: saved_python
+        "Python": f"{platform.python_implementation()} {sys.version_info} {platform.python_build()}",  # guard: saved_python
         "torch": f"{torch.__version__} {torch.version.git_version}",  # guard: saved_torch
         "graphpass": _own_source(),  # guard: saved_graphpass
         "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",  # guard: saved_processor
     }
     if cuda is not None:
-        parts["GPU"] = f"{torch.cuda.get_device_name(cuda)} {torch.cuda.get_device_capability(cuda)}"  # guard: saved_gpu
-        parts["CUDA"] = f"{torch.version.cuda}, driver {operators.torch_attribute('_C._cuda_getDriverVersion')}"
+        name, capability = torch.cuda.get_device_name(cuda), torch.cuda.get_device_capability(cuda)
+        parts["GPU"] = f"{name} {capability}"  # guard: saved_gpu
+        parts["CUDA"] = f"{torch.version.cuda}, driver {torch._C._cuda_getDriverVersion()}"
         parts["Triton"] = str(getattr(importlib.import_module("triton"), "__version__", "none"))
     return parts
 
@@ -165,7 +166,7 @@ _IMPLEMENTATION = "the implementation of "
 
 
 def implementations(of: Iterable[Any]) -> Parts:
-    """The Python code of each custom operator among the targets of a graph's nodes, or among parts that have been saved."""
+    """The Python code of each custom operator among the targets of a graph's nodes, or the names of saved parts."""
     names = [
         str(op).removeprefix(_IMPLEMENTATION)
         for op in of
@@ -196,7 +197,7 @@ def modules(model: Any) -> Parts:
         scalars = {
             name: brief(value)
             for name, value in own.items()
-            if isinstance(value, (*_PLAIN, enum.Enum, types.FunctionType, types.MethodType)) and not name.startswith("__")
+            if isinstance(value, (*_PLAIN, enum.Enum, types.FunctionType, types.MethodType))
         }
         tensors = [(n, brief(t)) for n, t in (*module._parameters.items(), *module._buffers.items())]
         place = f"module {path!r}" if path else "the model"

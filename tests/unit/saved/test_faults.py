@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.utils.hooks import RemovableHandle
 
 import graphpass as gp
 from graphpass.saved import fingerprint
@@ -78,8 +79,12 @@ def hook(module: nn.Module, args: Any, result: torch.Tensor) -> torch.Tensor:
     return result * 3
 
 
+def hook_before(module: nn.Module, args: Any) -> Any:
+    return (args[0] + 1,)
+
+
 def global_hook(model: Stack, patch: pytest.MonkeyPatch) -> Any:
-    return nn.modules.module.register_module_forward_hook(hook).remove
+    return nn.modules.module.register_module_forward_hook(hook)
 
 
 @contextlib.contextmanager
@@ -125,7 +130,7 @@ FAULTS = [
     Fault("training mode", "attributes differs", lambda m, _: m.train()),
     Fault("one layer in training mode", "attributes differs", lambda m, _: m.layers[1].train()),
     Fault("a hook", "hooks differs", lambda m, _: m.layers[0].register_forward_hook(hook)),
-    Fault("a hook before", "hooks differs", lambda m, _: m.layers[0].register_forward_pre_hook(lambda m, a: (a[0] + 1,))),
+    Fault("a hook before", "hooks differs", lambda m, _: m.layers[0].register_forward_pre_hook(hook_before)),
     Fault("a hook of all modules", "hooks of all modules", global_hook),
     Fault("a patched forward", "attributes differs", lambda m, _: setattr(m.layers[0], "forward", lambda x: x * 5)),
     Fault("a patched forward of a class", "class differs", patched(of.Layer, "forward", lambda self, x: x * 5)),
@@ -133,13 +138,13 @@ FAULTS = [
     # code
     Fault("a patched function of the module", "the value of", patched(of, "bent", doubling)),
     Fault("another default of a function", "the value of", lambda m, p: p.setattr(of.bent, "__defaults__", (0.25,))),
-    Fault("another implementation of a splitting op", "the implementation of", patched(of.mixed, "_init_fn", doubling)),
-    Fault("an edited file", "the source of", lambda m, p: p.setattr(fingerprint, "_source_of", lambda name: b"edited")),
+    Fault("another splitting op", "the implementation of", patched(of.mixed, "_init_fn", doubling)),
+    Fault("an edited file", "the source of", patched(fingerprint, "_source_of", lambda name: b"edited")),
     # environment
-    Fault("another Python", "Python differs", lambda m, p: p.setattr(fingerprint.sys, "version", "3.99")),
-    Fault("another torch", "torch differs", lambda m, p: p.setattr(fingerprint.torch.version, "git_version", "other")),
-    Fault("another graphpass", "graphpass differs", lambda m, p: p.setattr(fingerprint, "_own_source", lambda: "other")),
-    Fault("another processor", "processor differs", lambda m, p: p.setattr(fingerprint.platform, "machine", lambda: "z80")),
+    Fault("another Python", "Python differs", patched(fingerprint.platform, "python_build", lambda: ("other", ""))),
+    Fault("another torch", "torch differs", patched(fingerprint.torch.version, "git_version", "other")),
+    Fault("another graphpass", "graphpass differs", patched(fingerprint, "_own_source", lambda: "other")),
+    Fault("another processor", "processor differs", patched(fingerprint.platform, "machine", lambda: "z80")),
     Fault("autocast", "settings of the compiler", around=lambda: torch.autocast("cpu", torch.bfloat16)),
     Fault(
         "another default type",
@@ -195,7 +200,7 @@ def test_a_fault_is_harmless_or_a_miss(
     torch.compiler.reset()
     counters.clear()
     model = stack()
-    undo = fault.model(model, monkeypatch)
+    handle = fault.model(model, monkeypatch)
     fault.files(folder)
     try:
         fast = gp.graphed(model, **{**OPTIONS, **fault.options}, warm_start=folder)
@@ -204,8 +209,8 @@ def test_a_fault_is_harmless_or_a_miss(
                 x = example(rows).to(next(model.parameters()).dtype)
                 torch.testing.assert_close(fast(x), model(x))
     finally:
-        if callable(undo):
-            undo()
+        if isinstance(handle, RemovableHandle):
+            handle.remove()
     found = [note for note in fast.runtime.notes if "not loaded" in note]
     if fault.says is None:
         assert not found
