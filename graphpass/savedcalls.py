@@ -10,6 +10,7 @@ import importlib
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -101,7 +102,13 @@ class SavedCalls:
         saving.install_call(function, saved.call, graph)
         return None
 
-    def save(self, function: Callable[..., Any], form: Sequence[Any], args: Sequence[Any]) -> None:
+    def save(
+        self,
+        function: Callable[..., Any],
+        form: Sequence[Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         """Trace a call with a new function of this form, and save it; the call does not run."""
         is_loaded = self._num_loaded.get(tuple(form)) == len(self._runtime.callables())  # nothing was compiled since
         if self._store is None or is_loaded:
@@ -111,7 +118,7 @@ class SavedCalls:
         why: Reason | None = None
         try:
             call, values, names = saving.record_call(
-                function, args, self._backend, self._options, self._dynamic, self._owners
+                function, args, kwargs, self._backend, self._options, self._dynamic, self._owners
             )
             (file,) = graphs.recording
             if isinstance(file, Reason):

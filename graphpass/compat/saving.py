@@ -150,6 +150,7 @@ class TracedCall:
 def record_call(
     function: Callable[..., Any],
     args: Sequence[Any],
+    kwargs: Mapping[str, Any],
     backend: str,
     options: Mapping[str, Any],
     dynamic: bool | None,
@@ -160,6 +161,7 @@ def record_call(
     Args:
         function: a new function object; it is not compiled afterwards.
         args: its positional arguments.
+        kwargs: its keyword arguments.
         backend: the name of the backend.
         options: the backend's options.
         dynamic: as for torch.compile.
@@ -192,7 +194,7 @@ def record_call(
     compiled = torch._dynamo.optimize(backend=wrapper, dynamic=dynamic, guard_filter_fn=keep, package=package)(function)
     try:
         with torch._dynamo.config.patch(strict_precompile=True):
-            compiled(*args)
+            compiled(*args, **kwargs)
     except Recorded:
         pass
     except Exception as error:

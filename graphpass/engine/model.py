@@ -17,7 +17,7 @@ import torch
 
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.scope import CallObserver, CaptureScope, EnteredCallable, ReachedCall, ReachedCallable
-from graphpass.capture.settings import restoring
+from graphpass.capture.settings import replay_settings, restoring
 from graphpass.capture.staging import storage_id
 from graphpass.compat import nnmodules, trees
 from graphpass.context import ForwardContext, entered
@@ -49,6 +49,7 @@ from graphpass.ladder.modelstate import (
 from graphpass.ledger import Reason
 from graphpass.options import Fallbacks, Settings
 from graphpass.paddedmemory import versions_of, written_since
+from graphpass.savedcalls import SavedCalls
 
 _LEAST_SYMBOLIC = 2
 _NO_HOOKS = contextlib.nullcontext()
@@ -95,7 +96,10 @@ class Model:
 
     def recompile(self) -> None:
         """Compile the model and its module hooks again, and forget what its first run has shown."""
-        self.compiled = torch.compile(entry_of(self._model), backend="cgpass", options=self._options)
+        function, self._saved = entry_of(self._model), SavedCalls(self._model, ("model",), "cgpass", self._options, None)
+        with replay_settings():
+            self._saved.load(function, tuple(self.inputs.tensors))
+        self.compiled = torch.compile(function, backend="cgpass", options=self._options)
         self._recipe: Recipe | None = None
         self._checked: set[Any] = set()
 
@@ -284,6 +288,7 @@ class Model:
                     versions = versions_of(inputs.buffers)
                     result = self.compiled(**inputs.arguments)
                     written = written_since(inputs.buffers, versions)
+                    self._saved.save(entry_of(self._model), tuple(self.inputs.tensors), (), inputs.arguments)
                     if not scope.reached:
                         raise nothing_reached(f"{sizes['num_tokens']} tokens")
                     for call in scope.reached:

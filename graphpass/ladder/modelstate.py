@@ -382,7 +382,10 @@ def entry_of(model: Callable[..., Any]) -> Callable[..., Any]:
     def call_model(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
-    return with_own_code(call_model)
+    own = with_own_code(call_model)
+    # Its own global variables, too: Dynamo adds some, and a saved call has to bring them along.
+    scope = {name: own.__globals__[name] for name in ("__name__", "__builtins__")}
+    return types.FunctionType(own.__code__, scope, own.__name__, None, own.__closure__)
 
 
 def with_own_code(function: Any) -> Callable[..., Any]:

@@ -149,7 +149,7 @@ def environment(devices: Iterable[torch.device]) -> Parts:
     """Versions, and the hardware of the devices."""
     cuda = next((device for device in devices if device.type == "cuda"), None)
     parts = {
-        "Python": f"{platform.python_implementation()} {sys.version_info} {platform.python_build()}",  # guard: saved_python
+        "Python": f"{sys.implementation.name} {sys.version_info} {platform.python_build()}",  # guard: saved_python
         "torch": f"{torch.__version__} {torch.version.git_version}",  # guard: saved_torch
         "graphpass": _own_source(),  # guard: saved_graphpass
         "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",  # guard: saved_processor
