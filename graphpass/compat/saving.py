@@ -23,7 +23,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
+from graphpass.compat import symbolic
 from graphpass.compat.operators import torch_attribute
 
 _META = frozenset({"example_value", "val", "stack_trace", "custom", "unbacked_bindings"})
@@ -73,6 +75,8 @@ def _pickler() -> Any:
                 raise CannotSaveError("a tensor that the code itself makes or holds, and that no module has")
             if callable(getattr(obj, "serialize", None)) and not isinstance(obj, type):
                 return _artifact, (Bundle.serialize_compile_artifacts(Bundle(obj)),)
+            if isinstance(obj, FakeTensor) and obj._base is not None:  # torch pickles no base
+                return super().reducer_override(symbolic.without_base(obj, obj.fake_mode))
             reduced = super().reducer_override(obj)
             if isinstance(obj, fx.GraphModule):
                 make, (data, state) = reduced
@@ -143,6 +147,8 @@ class TracedCall:
     graph: str  #: the name in that code of the function's only graph
     modules: Mapping[str, str]  #: {name in that code: Python module}
     guards: bytes  #: the guards on arguments and ambient state
+    #: for each leaf of each argument the marks of its dynamic dimensions, which its guard compares and torch does not save
+    marks: Mapping[str, list[dict[str, Any]]]
     #: the guards on the model and on global variables, without what they compare with: see :func:`install_call`
     of_model: bytes
 
@@ -199,7 +205,7 @@ def record_call(
         pass
     except Exception as error:
         raise CannotSaveError(str(error).strip().partition("\n")[0]) from error
-    entries = list(package._codes.values())
+    given, entries = inspect.signature(function).bind(*args, **kwargs), list(package._codes.values())
     guarded = entries[0].guarded_codes
     if len(entries) != 1 or len(guarded) != 1 or len(entries[0].backend_ids) != 1:
         raise CannotSaveError("the model has graph breaks: Python runs between its graphs")
@@ -212,7 +218,12 @@ def record_call(
         raise CannotSaveError(f"its code holds objects of this process: {', '.join(held)}")
     try:
         call = TracedCall(
-            marshal.dumps(code), str(graph), modules, guarded[0].guards_state, pickle.dumps(list(map(_plain, of_model)))
+            marshal.dumps(code),
+            str(graph),
+            modules,
+            guarded[0].guards_state,
+            {name: list(map(_marks_of, tree_leaves(value))) for name, value in given.arguments.items()},
+            pickle.dumps(list(map(_plain, of_model))),
         )
     except Exception as error:
         raise CannotSaveError(f"a guard: {error}") from error
@@ -236,6 +247,11 @@ def _plain(guard: Any) -> Any:
     return dataclasses.replace(
         guard, create_fn=create, obj_weakref=None, guarded_class_weakref=None, stack=None, user_stack=None
     )
+
+
+def _marks_of(value: Any) -> dict[str, Any]:
+    named = vars(value) if isinstance(value, torch.Tensor) else {}
+    return {name: mark for name, mark in named.items() if name.startswith(("_dynamo_", "_has_dynamo_"))}
 
 
 class Expressions:
@@ -282,6 +298,10 @@ def install_call(function: Callable[..., Any], call: TracedCall, graph: Callable
     scope, state = function.__globals__, load_guards_state(call.guards)
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     local = {**state.output_graph.local_scope, **{name: cell.cell_contents for name, cell in cells}}
+    for name, marks in call.marks.items():
+        for leaf, named in zip(tree_leaves(local.get(name)), marks, strict=False):
+            for mark, value in named.items():
+                setattr(leaf, mark, value)
     saved = state.output_graph._guards.inner
     guards = torch._guards.GuardsSet(type(saved)([*saved, *pickle.loads(call.of_model)]))  # guard: saved_live_guards
     output = dataclasses.replace(state.output_graph, local_scope=local, global_scope=scope, _guards=guards)
