@@ -147,7 +147,7 @@ class TracedCall:
     graph: str  #: the name in that code of the function's only graph
     modules: Mapping[str, str]  #: {name in that code: Python module}
     guards: bytes  #: the guards on arguments and ambient state
-    #: for each leaf of each argument the marks of its dynamic dimensions, which its guard compares and torch does not save
+    #: for each leaf of each argument the marks of its dynamic dimensions: its guard compares them, torch saves none
     marks: Mapping[str, list[dict[str, Any]]]
     #: the guards on the model and on global variables, without what they compare with: see :func:`install_call`
     of_model: bytes

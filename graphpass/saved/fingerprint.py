@@ -157,9 +157,14 @@ def environment(devices: Iterable[torch.device]) -> Parts:
     if cuda is not None:
         name, capability = torch.cuda.get_device_name(cuda), torch.cuda.get_device_capability(cuda)
         parts["GPU"] = f"{name} {capability}"  # guard: saved_gpu
-        parts["CUDA"] = f"{torch.version.cuda}, driver {torch._C._cuda_getDriverVersion()}"
-        parts["Triton"] = str(getattr(importlib.import_module("triton"), "__version__", "none"))
+        parts |= _cuda()
     return parts
+
+
+def _cuda() -> Parts:
+    triton = importlib.import_module("triton")
+    driver = torch._C._cuda_getDriverVersion()
+    return {"CUDA": f"{torch.version.cuda}, driver {driver}", "Triton": str(triton.__version__)}
 
 
 _IMPLEMENTATION = "the implementation of "

@@ -1,0 +1,216 @@
+"""Saved starts of torch.compile, what cannot be saved, and the directory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from typer.testing import CliRunner
+
+import graphpass as gp
+from graphpass.cli.app import app
+from graphpass.ledger import Reason
+from graphpass.saved import GRAPH, SavedFiles, directory, environment, fingerprint
+from tests.unit.saved import stack as of
+from tests.unit.saved.stack import INPUTS, OPTIONS, Broken, Stack, example, stack
+
+RAW = {**OPTIONS, "dispatch": "auto"}
+LOADS = """
+import sys
+from tests.unit.saved import test_start
+fast = test_start.compiled(sys.argv[1])
+test_start.assert_right(fast)
+assert fast.runtime.compiled() == 0, dict(fast.runtime.notes)
+"""
+
+
+def compiled(folder: Any, **options: Any) -> Any:
+    runtime, model = gp.GraphRuntime(), stack()
+    fast = torch.compile(
+        model, backend="cgpass", dynamic=True, options={**RAW, "runtime": runtime, "warm_start": folder, **options}
+    )
+    fast.runtime, fast.eager = runtime, model
+    return fast
+
+
+def assert_right(fast: Any) -> None:
+    with torch.no_grad():
+        for rows in (4, 3, 4):
+            torch.testing.assert_close(fast(example(rows)), fast.eager(example(rows)))
+
+
+def missed(fast: Any) -> str:
+    return " ".join(note for note in fast.runtime.notes if "not loaded" in note)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved") / "starts"
+    assert_right(compiled(folder))
+    assert list(folder.glob("*.graph"))
+    return folder
+
+
+def test_torch_compile_loads_what_another_process_saved(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parents[3]
+    environ = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": f"{root}:{root / 'backends'}"}
+    subprocess.run([sys.executable, "-c", LOADS, str(saved)], check=True, env=environ, cwd=root)
+
+
+@pytest.mark.parametrize(
+    ("says", "options", "change"),
+    [
+        ("option mode differs", {"mode": "FULL"}, lambda patch: None),
+        ("torch differs", {}, lambda patch: patch.setattr(torch.version, "git_version", "other")),
+        ("settings of the compiler", {}, lambda patch: torch.set_float32_matmul_precision("medium")),
+        ("the implementation of", {}, lambda patch: patch.setattr(of.mixed, "_init_fn", of.bent)),
+    ],
+)
+def test_torch_compile_misses(
+    says: str, options: dict[str, Any], change: Any, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.compiler.reset()
+    try:
+        change(monkeypatch)
+        fast = compiled(saved, **options)
+        assert_right(fast)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert says in missed(fast)
+    assert fast.runtime.compiled() > 0
+
+
+def test_a_trace_that_loads_its_graph_partitions_nothing(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.compiler.reset()
+    for name in ("partition", "RegionCompiler", "dispatched"):
+        monkeypatch.setattr(f"cgpass.pipeline.{name}", None)
+    fast = compiled(saved)
+    assert_right(fast)
+    assert fast.runtime.stats().replayed > 0
+
+
+class Counting(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [(Broken, "graph break"), (Counting, "sets the attribute 'calls'")],
+    ids=["graph break", "state"],
+)
+def test_what_cannot_be_saved_is_said(kind: type[Stack], says: str, tmp_path: Path) -> None:
+    torch.compiler.reset()
+    fast = gp.graphed(stack(kind), **OPTIONS, warm_start=tmp_path / "starts")
+    fast.capture(example())
+    notes = [note for note in fast.runtime.notes if "is not saved" in note]
+    assert any(says in note for note in notes), notes
+    assert list((tmp_path / "starts").glob("*.graph"))
+    assert not list((tmp_path / "starts").glob("*.call"))
+
+
+def test_no_tensor_is_saved(tmp_path: Path) -> None:
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(INPUTS, INPUTS), nn.ReLU()).eval().requires_grad_(False)
+    fast = gp.graphed(model, compiler="eager", warm_start=tmp_path / "starts", progress=False)
+    fast.capture(example())
+    weight = model[0].weight.numpy().tobytes()
+    assert all(weight[:64] not in path.read_bytes() for path in (tmp_path / "starts").iterdir())
+
+
+class Branching(nn.Module):
+    """A graph whose guards admit some sizes only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[0] > 5 else x * 3
+
+
+def test_a_saved_call_has_the_guards_of_its_compilation(tmp_path: Path) -> None:
+    for _ in range(2):
+        torch.compiler.reset()
+        counters.clear()
+        model = Branching()
+        fast = gp.graphed(
+            model, dynamic_dims={"x": 0}, compiler="eager", warm_start=tmp_path / "starts", progress=False
+        )
+        fast.capture(example(8))
+        for rows in (8, 6, 3, 2):
+            torch.testing.assert_close(fast(example(rows)), model(example(rows)))
+
+
+def test_the_gpu_is_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "one GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(fingerprint, "_cuda", dict)
+    parts = environment([torch.device("cuda")])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another GPU")
+    found = fingerprint.difference(parts, environment([torch.device("cuda")]))
+    assert found is not None
+    assert "GPU differs" in found.why
+
+
+# -- the directory ----------------------------------------------------------------------------------------------------
+
+
+def test_files_of_another_user_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SavedFiles(tmp_path / "starts")
+    name = store.write("name", {"a": "1"}, GRAPH, b"contents")
+    assert isinstance(name, str)
+    assert store.read(name) == b"contents"
+    os.chown(tmp_path / "starts" / name, 1234, -1) if os.geteuid() == 0 else monkeypatch.setattr(
+        os, "geteuid", lambda: 1
+    )
+    found = store.read(name)
+    assert isinstance(found, Reason)
+    assert "belongs to user" in found.why
+
+
+def test_two_writers_leave_a_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, contents, replaced = SavedFiles(tmp_path / "starts"), [bytes([n]) * 100_000 for n in range(4)], []
+    replace = os.replace
+    monkeypatch.setattr(directory.os, "replace", lambda *paths: (replaced.append(paths), replace(*paths)))
+    writers = [threading.Thread(target=store.write, args=("name", {"a": "1"}, GRAPH, data)) for data in contents]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    (path,) = (tmp_path / "starts").iterdir()
+    assert store.read(path.name) in contents
+    assert len(replaced) == len(contents)
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SavedFiles(tmp_path / "starts")
+
+    def fails(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(directory.os, "replace", fails)
+    found = store.write("name", {}, GRAPH, b"contents")
+    assert isinstance(found, Reason)
+    assert "No space left" in found.why
+    assert not list((tmp_path / "starts").iterdir())
+
+
+def test_the_command_lists_verifies_and_prunes(tmp_path: Path) -> None:
+    store, run = SavedFiles(tmp_path / "starts"), CliRunner().invoke
+    good = store.write("good", environment([]), GRAPH, b"contents")
+    bad = store.write("bad", environment([]), GRAPH, b"contents")
+    other = store.write("other", {**environment([]), "torch": "1.0"}, GRAPH, b"contents")
+    (tmp_path / "starts" / str(bad)).write_bytes(b"half")
+    assert run(app, ["cache", "list", str(store.path)]).exit_code == 0
+    assert run(app, ["cache", "verify", str(store.path)]).exit_code == 1
+    shown = run(app, ["cache", "prune", str(store.path), "--json"])
+    assert shown.exit_code == 0
+    assert [path.name for path in store.path.iterdir()] == [good]
+    assert str(other) in shown.stdout
+    assert run(app, ["cache", "verify", str(store.path)]).exit_code == 0
