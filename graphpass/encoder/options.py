@@ -10,6 +10,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from graphpass.compile import COMPILERS
@@ -55,6 +56,8 @@ class EncoderOptions:
     #: ``measure``: tune the compiled encoder when it is captured, see the option ``tune`` of the backend. None: off.
     tune: Literal["measure"] | None = None
     tune_seconds: float = 120.0  #: seconds that tuning may take
+    #: a directory of saved artifacts for the compiled encoder, see the option ``warm_start`` of the backend
+    warm_start: str | Path | None = None
     log_every: int = 1000  #: the statistics are logged every this many requests
     #: whether a capture shows a progress bar. None: where stderr is a terminal, unless TQDM_DISABLE is set.
     progress: bool | None = None
@@ -87,9 +90,10 @@ class EncoderOptions:
 
     def of_backend(self) -> dict[str, Any]:
         """The options of the backend that are set, besides the compiler."""
+        saved: dict[str, Any] = {} if self.warm_start is None else {"warm_start": self.warm_start}
         if self.tune is None:
-            return {}
-        return {"tune": self.tune, "tune_seconds": self.tune_seconds, "progress": self.progress}
+            return saved
+        return {**saved, "tune": self.tune, "tune_seconds": self.tune_seconds, "progress": self.progress}
 
     def _refuse_below_one(self, name: str) -> None:
         value = getattr(self, name)

@@ -2,7 +2,9 @@
 
 Every figure is taken in a process of its own. The clock starts when the model is on the device, one eager step has run
 and nothing is compiled; it stops when the step named in the table is done on the device. *Cold* is a run with empty
-caches of Inductor and Triton, *warm* a second process with the caches that the first one left.
+caches of Inductor and Triton, *warm* a second process with the caches that the first one left. *Loaded* is a process
+with empty caches and the directory of ``warm_start`` that another one left, by part: frames that Dynamo traced,
+artifacts compiled, and the seconds of the capture and of what came before it.
 
 The second table compiles a decoder with 24 and with 240 small layers from cold caches, for FULL and PIECEWISE, and
 shows where the backend's time goes. What any compilation costs a fresh process before it compiles anything (loading
@@ -49,6 +51,7 @@ ANY_COMPILE = "torch.compile of one linear layer"
 FULL_REPLAY = "cgpass FULL, first replay"
 UNSPLIT_REPLAY = "cgpass FULL without splitting ops, first replay"
 PIECEWISE_REPLAY = "cgpass PIECEWISE, first replay"
+GRAPHED_REPLAY = "graphpass.graphed, first replay"
 BACKEND_PARTS = ("partition", "key", "compile")
 Figures = dict[str, Any]
 
@@ -68,16 +71,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         figures["start_up"].append(_cold_and_warm(name, options, console))
         write_json(options.json, figures)
     console.print(_start_up_table(figures))
-    for num_layers in options.layer_counts:
+    for num_layers in () if options.loaded_only else options.layer_counts:
         found = _cold_and_warm(LAYERS, options, console, num_layers)["cold"]
         figures["layers"].append({**found, "rest": found["seconds"] - sum(found[part] for part in BACKEND_PARTS)})
         write_json(options.json, figures)
-    console.print(_layers_table(figures))
+    if figures["layers"]:
+        console.print(_layers_table(figures))
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_of("start_up", __doc__, batch=8, layers=None)
     parser.add_argument("--layer-counts", type=listed, default=[24, 240])
+    parser.add_argument("--loaded-only", action="store_true", help="reduce-overhead and loaded starts alone")
+    parser.add_argument("--saved", type=Path, default=None, help="warm_start of a figure's process")
     parser.add_argument("--figure", default=None, help="take one figure in this process and print it as JSON")
     options: argparse.Namespace = parser.parse_args(arguments)
     return options
@@ -86,8 +92,10 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _variants(options: argparse.Namespace, console: Console) -> list[str]:
     if options.smoke:
         console.print(f"{REDUCE_OVERHEAD} needs a GPU: skipped")
-        return [ANY_COMPILE, FIRST_STEP, FULL_REPLAY, UNSPLIT_REPLAY, PIECEWISE_REPLAY]
-    return [REDUCE_OVERHEAD, ANY_COMPILE, FIRST_STEP, FULL_REPLAY, UNSPLIT_REPLAY, PIECEWISE_REPLAY]
+        return [ANY_COMPILE, FIRST_STEP, FULL_REPLAY, UNSPLIT_REPLAY, PIECEWISE_REPLAY, GRAPHED_REPLAY]
+    if options.loaded_only:
+        return [REDUCE_OVERHEAD, GRAPHED_REPLAY]
+    return [REDUCE_OVERHEAD, ANY_COMPILE, FIRST_STEP, FULL_REPLAY, UNSPLIT_REPLAY, PIECEWISE_REPLAY, GRAPHED_REPLAY]
 
 
 # -- the process that starts others ----------------------------------------------------------------------------------
@@ -101,11 +109,18 @@ def _cold_and_warm(name: str, options: argparse.Namespace, console: Console, num
         for state in ("cold",) if name == LAYERS else ("cold", "warm"):
             found[state] = _in_a_process(name, options, num_layers, Path(directory))
             console.print(f"{name}, {num_layers} layers, {state}: {found[state]['seconds']:.2f} s")
+        for state in ("saving", "loaded") if name == GRAPHED_REPLAY else ():
+            caches, saved = Path(directory) / state, Path(directory) / "saved"
+            found[state] = _in_a_process(name, options, num_layers, caches, saved)
+            console.print(f"{name}, {num_layers} layers, {state}: {found[state]}")
     return found
 
 
-def _in_a_process(name: str, options: argparse.Namespace, num_layers: int, caches: Path) -> Figures:
+def _in_a_process(
+    name: str, options: argparse.Namespace, num_layers: int, caches: Path, saved: Path | None = None
+) -> Figures:
     arguments = ["--figure", name, "--batch", str(options.batch), "--layers", str(num_layers)]
+    arguments += [] if saved is None else ["--saved", str(saved)]
     start = time.perf_counter()
     figures = in_process("start_up", arguments + ["--smoke"] * options.smoke, caches)
     if not figures:
@@ -121,8 +136,9 @@ def _start_up_table(figures: Mapping[str, Any]) -> Table:
         for state in ("cold", "warm"):
             seconds = row[state]["seconds"]
             cells += [f"{seconds:.2f}", f"{seconds / reference[state]['seconds']:.2f}" if reference else ""]
-        rows.append((*cells, f"{row['cold']['process_seconds']:.1f}"))
-    columns = "until | cold | ÷ reduce-overhead | warm | ÷ reduce-overhead | whole process, cold"
+        loaded = f"{row['loaded']['seconds']:.2f}" if "loaded" in row else ""
+        rows.append((*cells, loaded, f"{row['cold']['process_seconds']:.1f}"))
+    columns = "until | cold | ÷ reduce-overhead | warm | ÷ reduce-overhead | loaded | whole process, cold"
     title = f"Start-up, batch {figures['batch']}, {where['device']}, torch {where['torch']}: seconds"
     return table_of(title, columns, rows)
 
@@ -153,12 +169,14 @@ def _figure(options: argparse.Namespace) -> Figures:
         model(*inputs)
         synchronize(device)
         start = time.perf_counter()
-        described = _run_until(options.figure, model, inputs, compiler)
+        described = _run_until(options.figure, model, inputs, compiler, options.saved)
         synchronize(device)
         return {"seconds": time.perf_counter() - start, **described()}
 
 
-def _run_until(figure: str, model: Any, inputs: list[torch.Tensor], compiler: str) -> Callable[[], Figures]:
+def _run_until(
+    figure: str, model: Any, inputs: list[torch.Tensor], compiler: str, saved: Path | None
+) -> Callable[[], Figures]:
     """Compile and run to the step that the figure names; returns what else there is to say, asked off the clock."""
     if figure == FIRST_STEP:
         plain_compiled(model, compiler)(*inputs)
@@ -169,6 +187,15 @@ def _run_until(figure: str, model: Any, inputs: list[torch.Tensor], compiler: st
         step = reduce_overhead(model, inputs)
         for _ in range(3):
             step()
+    elif figure == GRAPHED_REPLAY:
+        start = time.perf_counter()
+        fast = gp.graphed(model, compiler=compiler, warm_start=saved, progress=False, outputs="view")
+        fast(*inputs)  # loads, or traces and compiles
+        synchronize(inputs[0].device)
+        compiled_s = time.perf_counter() - start
+        fast.capture(*inputs)
+        fast(*inputs)
+        return partial(_graphed_figures, fast.runtime, compiled_s)
     elif figure == LAYERS:
         engine = Engine(model, inputs, mode="FULL_AND_PIECEWISE", compiler=compiler)
         engine.compile_only()
@@ -186,6 +213,11 @@ def _run_until(figure: str, model: Any, inputs: list[torch.Tensor], compiler: st
 def _replays(runtime: gp.GraphRuntime) -> Figures:
     stats = runtime.stats()
     return {"captured": stats.captured, "replayed": stats.replayed}
+
+
+def _graphed_figures(runtime: gp.GraphRuntime, compiled_s: float) -> Figures:
+    frames = sum(torch._dynamo.utils.counters["frames"].values())
+    return {**_replays(runtime), "frames": frames, "artifacts": runtime.compiled(), "until first result": compiled_s}
 
 
 def _layer_figures(runtime: gp.GraphRuntime, num_layers: int) -> Figures:
