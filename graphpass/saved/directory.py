@@ -26,7 +26,7 @@ GRAPH, CALL = KINDS = (".graph", ".call")
 NOT_SAVED = Reason("nothing was saved for it", is_expected=True)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SavedFile:
     """One file, for ``graphpass cache``."""
 

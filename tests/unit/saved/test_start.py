@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -28,7 +29,7 @@ import sys
 from tests.unit.saved import test_start
 fast = test_start.compiled(sys.argv[1])
 test_start.assert_right(fast)
-assert fast.runtime.compiled() == 0, dict(fast.runtime.notes)
+assert fast.runtime.compiled() == int(sys.argv[2]), dict(fast.runtime.notes)
 """
 
 
@@ -59,10 +60,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_torch_compile_loads_what_another_process_saved(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = Path(__file__).parents[3]
-    environ = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": f"{root}:{root / 'backends'}"}
-    subprocess.run([sys.executable, "-c", LOADS, str(saved)], check=True, env=environ, cwd=root)
+def test_torch_compile_loads_what_another_process_saved(tmp_path: Path) -> None:
+    root, folder = Path(__file__).parents[3], str(tmp_path / "starts")
+    for seed, num_compiled in (("7", "3"), ("8", "0")):
+        environ = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": f"{root}:{root / 'backends'}"}
+        subprocess.run([sys.executable, "-c", LOADS, folder, num_compiled], check=True, env=environ, cwd=root)
 
 
 @pytest.mark.parametrize(
@@ -75,12 +77,12 @@ def test_torch_compile_loads_what_another_process_saved(saved: Path, monkeypatch
     ],
 )
 def test_torch_compile_misses(
-    says: str, options: dict[str, Any], change: Any, saved: Path, monkeypatch: pytest.MonkeyPatch
+    says: str, options: dict[str, Any], change: Any, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.compiler.reset()
     try:
         change(monkeypatch)
-        fast = compiled(saved, **options)
+        fast = compiled(shutil.copytree(saved, tmp_path / "starts"), **options)
         assert_right(fast)
     finally:
         torch.set_float32_matmul_precision("highest")
@@ -97,15 +99,17 @@ def test_a_trace_that_loads_its_graph_partitions_nothing(saved: Path, monkeypatc
     assert fast.runtime.stats().replayed > 0
 
 
-class Counting(Stack):
+class Flipping(Stack):
+    is_odd = False
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls = getattr(self, "calls", 0) + 1
+        self.is_odd = not self.is_odd
         return super().forward(x)
 
 
 @pytest.mark.parametrize(
     ("kind", "says"),
-    [(Broken, "graph break"), (Counting, "sets the attribute 'calls'")],
+    [(Broken, "graph break"), (Flipping, "sets the attribute 'is_odd'")],
     ids=["graph break", "state"],
 )
 def test_what_cannot_be_saved_is_said(kind: type[Stack], says: str, tmp_path: Path) -> None:
