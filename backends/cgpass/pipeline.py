@@ -21,7 +21,15 @@ from cgpass.saved import GraphIdentity, SavedGraphs
 from cgpass.sizes import NamedSizes
 from graphpass.capture.runtime import GraphRuntime, runtime_of_compiler
 from graphpass.compat import dynamo, nnmodules, saving
-from graphpass.compile import CompiledRegion, RegionCompiler, Tuner, Tuning, compile_training, traced_regions
+from graphpass.compile import (
+    CompiledRegion,
+    CompiledRegions,
+    RegionCompiler,
+    Tuner,
+    Tuning,
+    compile_training,
+    traced_regions,
+)
 from graphpass.compile.structure import StructuralKey, structure_of
 from graphpass.errors import DeviceError, OptionError, compiles_late
 from graphpass.keys import CUDAGraphMode
@@ -97,14 +105,7 @@ def _captured(
     # Proofs need aten graphs. Without symbolic sizes nothing can be padded, but a manager proves other properties.
     trace = AtenGraph.of if parts.has_symbols() or not settings.dispatches_itself() else None
     dynamo.forget_arguments(traced.whole.graph)
-    with saving.serializable() if settings.warm_start is not None else contextlib.nullcontext():
-        compiled = runtime.owned(RegionCompiler).compile(
-            [region for region in parts.regions if region.kind == "captured"],
-            settings.compiler,
-            sizes.compiled_apart(),
-            trace=trace,
-            tuning=_tuning(name, parts, runtime, settings),
-        )
+    compiled = _compiled(name, parts, sizes, trace, runtime, settings)
     cache = runtime.owned(CallableCache)
     known = cache.find(traced.key, compiled.by_name)
     if known is not None:
@@ -151,6 +152,20 @@ def _captured(
         saved = runtime.owned(SavedGraphs)
         saved.save(made, traced.identity, (graph, rules, record), aliases, runtime, settings)
     return made
+
+
+def _compiled(
+    name: str, parts: Partition, sizes: NamedSizes, trace: Any, runtime: GraphRuntime, settings: Settings
+) -> CompiledRegions:
+    """Compile the captured regions, so that they can be saved where ``warm_start`` asks for it."""
+    with saving.serializable() if settings.warm_start is not None else contextlib.nullcontext():
+        return runtime.owned(RegionCompiler).compile(
+            [region for region in parts.regions if region.kind == "captured"],
+            settings.compiler,
+            sizes.compiled_apart(),
+            trace=trace,
+            tuning=_tuning(name, parts, runtime, settings),
+        )
 
 
 def _tuning(name: str, parts: Partition, runtime: GraphRuntime, settings: Settings) -> Tuning | None:

@@ -205,7 +205,7 @@ def _contents(
     """The contents of a graph's file and what its compilation assumed of the sizes, or why it cannot be saved."""
     shape_env, symbols = identity.structure.shape_env, set(identity.structure.symbols)
     added = [guard for guard in symbolic.facts_of(shape_env) if guard not in identity.facts]
-    cannot = dynamo.guards_of_compilers()
+    cannot = saving.guards_of_compilers()
     if any(not guard.free_symbols <= symbols for guard in added):
         cannot = "a guard on a size that no input has"
     if settings.tune is not None:

@@ -183,13 +183,6 @@ def graph_break_after(graph_module: fx.GraphModule) -> Reason | None:
     return Reason(text, remedy, f"{os.path.basename(frame.filename)}:{frame.lineno}{line}")
 
 
-def guards_of_compilers() -> str | None:
-    """What AOTAutograd has made Dynamo guard in the current compilation besides sizes; None if nothing."""
-    context = torch._guards.TracingContext.try_get()
-    found = [] if context is None else context.guards_context.aotautograd_guards
-    return f"AOTAutograd's guard {found[0]}" if found else None
-
-
 _MODULE_CALLS = ("forward", "_call_impl", "_wrapped_call_impl")
 ALLOW_RNN = "set torch._dynamo.config.allow_rnn = True before the model is compiled"
 

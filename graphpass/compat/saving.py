@@ -47,13 +47,21 @@ def serializable() -> Iterator[None]:
         return
     patch = {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True, "enable_autograd_cache": True}
     # A result from the cache would come without the aten graph that the proofs read: no entry has this tag.
-    with aot_config.patch(patch), torch.compiler.config.patch(cache_key_tag=next(_NONCE)):
+    config: Any = torch.compiler.config
+    with aot_config.patch(patch), config.patch(cache_key_tag=next(_NONCE)):
         yield
 
 
 def are_serializable() -> bool:
     """Whether the caller is inside of :func:`serializable`."""
     return bool(torch_attribute(_CAN_SAVE))
+
+
+def guards_of_compilers() -> str | None:
+    """What AOTAutograd has made Dynamo guard in the current compilation besides sizes; None if nothing."""
+    context = torch._guards.TracingContext.try_get()
+    found = [] if context is None else context.guards_context.aotautograd_guards
+    return f"AOTAutograd's guard {found[0]}" if found else None
 
 
 @functools.cache
@@ -63,7 +71,7 @@ def _pickler() -> Any:
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.fx._graph_pickler import GraphPickler
 
-    class Pickler(GraphPickler):  # type: ignore[misc]
+    class Pickler(GraphPickler):
         """Pickles graph modules, fake tensors, artifacts and code; refuses tensors with contents."""
 
         def reducer_override(self, obj: Any) -> Any:
@@ -180,7 +188,7 @@ def record_call(
     Raises:
         CannotSaveError: the call has a graph break, or a guard cannot be saved.
     """
-    from torch._dynamo.package import CompilePackage, SerializedCode
+    from torch._dynamo.package import CompilePackage
 
     package, assumed, of_model = CompilePackage(function), dict[str, Any](), list[Any]()
 
@@ -205,7 +213,17 @@ def record_call(
         pass
     except Exception as error:
         raise CannotSaveError(str(error).strip().partition("\n")[0]) from error
-    given, entries = inspect.signature(function).bind(*args, **kwargs), list(package._codes.values())
+    call = _traced_call(function, inspect.signature(function).bind(*args, **kwargs).arguments, package, of_model)
+    return call, assumed, {source.module for source in package._source_info.inlined_sources}
+
+
+def _traced_call(
+    function: Callable[..., Any], given: Mapping[str, Any], package: Any, of_model: Sequence[Any]
+) -> TracedCall:
+    """What a package has recorded of the one call of a function."""
+    from torch._dynamo.package import SerializedCode
+
+    entries = list(package._codes.values())
     guarded = entries[0].guarded_codes
     if len(entries) != 1 or len(guarded) != 1 or len(entries[0].backend_ids) != 1:
         raise CannotSaveError("the model has graph breaks: Python runs between its graphs")
@@ -217,17 +235,16 @@ def record_call(
     if held:
         raise CannotSaveError(f"its code holds objects of this process: {', '.join(held)}")
     try:
-        call = TracedCall(
+        return TracedCall(
             marshal.dumps(code),
             str(graph),
             modules,
             guarded[0].guards_state,
-            {name: list(map(_marks_of, tree_leaves(value))) for name, value in given.arguments.items()},
+            {name: list(map(_marks_of, tree_leaves(value))) for name, value in given.items()},
             pickle.dumps(list(map(_plain, of_model))),
         )
     except Exception as error:
         raise CannotSaveError(f"a guard: {error}") from error
-    return call, assumed, {source.module for source in package._source_info.inlined_sources}
 
 
 def _name_of(guard: Any) -> str:

@@ -68,7 +68,7 @@ def text_of(value: Any) -> str:
     if isinstance(value, _PLAIN):
         return f"{type(value).__name__} {value!r}"
     if isinstance(value, sympy.Basic):
-        return sympy.srepr(value)
+        return str(sympy.srepr(value))
     if isinstance(value, enum.Enum):
         return f"{_named(type(value))}.{value.name}"
     if isinstance(value, (set, frozenset)):
@@ -163,8 +163,8 @@ def environment(devices: Iterable[torch.device]) -> Parts:
 
 def _cuda() -> Parts:
     triton = importlib.import_module("triton")
-    driver = torch._C._cuda_getDriverVersion()
-    return {"CUDA": f"{torch.version.cuda}, driver {driver}", "Triton": str(triton.__version__)}
+    driver: Any = operators.torch_attribute("_C._cuda_getDriverVersion")
+    return {"CUDA": f"{torch.version.cuda}, driver {driver()}", "Triton": str(triton.__version__)}
 
 
 _IMPLEMENTATION = "the implementation of "
