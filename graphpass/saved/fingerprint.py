@@ -204,7 +204,8 @@ def modules(model: Any) -> Parts:
             for name, value in own.items()
             if isinstance(value, (*_PLAIN, enum.Enum, types.FunctionType, types.MethodType))
         }
-        tensors = [(n, brief(t)) for n, t in (*module._parameters.items(), *module._buffers.items())]
+        named = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        tensors = [(name, brief(tensor)) for name, tensor in named]
         place = f"module {path!r}" if path else "the model"
         parts[f"{place}: class"] = f"{_named(type(module))} {code_of(type(module).forward)}"  # guard: saved_forward
         parts[f"{place}: attributes"] = str(scalars)  # guard: saved_attributes
