@@ -227,7 +227,9 @@ def plan(
 
 @_command
 def cache(
-    action: Annotated[Literal["list", "verify", "prune"], typer.Argument(metavar="ACTION", help="What to do.")],
+    action: Annotated[
+        Literal["list", "verify", "prune"], typer.Argument(metavar="ACTION", help="list, verify or prune.")
+    ],
     directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="A directory that warm_start has named.")],
     days: Annotated[float | None, typer.Option(min=0, help="With prune: remove what is older, too.")] = None,
 ) -> Result:
