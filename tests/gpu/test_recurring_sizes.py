@@ -17,6 +17,8 @@ from tests.threads import in_threads
 
 pytestmark = pytest.mark.cuda
 WIDTH = 2048
+# A slow host captures slowly, and padding has to cost as much as a capture first.
+MOST_CALLS = 2000
 
 
 class Rows(nn.Module):
@@ -76,9 +78,12 @@ def test_a_size_that_recurs_gets_a_graph_and_calls_count_once() -> None:
         for size in (3, 2, 24, 24):
             call(compiled, model, size)
         model.calls.zero_()
-        call(compiled, model, 17, 120)
+        num_calls = 0
+        while not exact(rt) and num_calls < MOST_CALLS:
+            call(compiled, model, 17, 40)
+            num_calls += 40
         assert exact(rt) == {17}
-        assert int(model.calls) == 120
+        assert int(model.calls) == num_calls
         (key,) = [key for key in rt.report().to_dict()["replays"]["keys"] if "exact" in key["sizes"]]
         assert key["driver_bytes"] is not None
     assert graph_bytes() == 0
