@@ -316,10 +316,8 @@ def fault_in_place(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
             positions = (rows[: len(query)] + (used - bounds[1:])[owners]).unsqueeze(1)
             offsets = slots - starts[owners].unsqueeze(1)
             visible = (offsets >= 0) & LayerMask(window).visible(positions, offsets)
-            query_heads, *of_pages = (t.float().nan_to_num().transpose(0, 1) for t in (query, keys, values))
-            expected = F.scaled_dot_product_attention(
-                query_heads, *of_pages, attn_mask=visible, scale=scale, enable_gqa=True
-            )
+            q, k, v = (t.float().nan_to_num().transpose(0, 1) for t in (query, keys, values))
+            expected = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
             # A sequence without keys has the result 0.
             expected = expected.transpose(0, 1).masked_fill(~visible.any(-1).view(-1, 1, 1), 0.0)
             run = functools.partial(
