@@ -96,10 +96,8 @@ class Model:
 
     def recompile(self) -> None:
         """Compile the model and its module hooks again, and forget what its first run has shown."""
-        function, self._saved = (
-            entry_of(self._model),
-            SavedCalls(self._model, ("model",), "cgpass", self._options, None),
-        )
+        function = entry_of(self._model)
+        self._saved = SavedCalls(self._model, ("model",), "cgpass", self._options, None)
         with replay_settings():
             self._saved.load(function, tuple(self.inputs.tensors))
         self.compiled = torch.compile(function, backend="cgpass", options=self._options)
