@@ -15,17 +15,12 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import os
 import re
-import select
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
@@ -38,10 +33,10 @@ from rich.console import Console
 import cgpass
 from graphpass.ladder.modelstate import entry_of
 from tests.bench.timing import Spread, Timing, environment, interleaved, write_json
+from tests.bench.turns import in_turn, take_turn
 from tests.e2e.gallery import FOLDER, PAGES, GalleryPage, Namespace
 
 VARIANTS = ("eager", "torch.compile", "reduce-overhead", "graphpass")
-READY, RESULT = "ready", "result "
 Run = Callable[[], Any]
 
 
@@ -252,16 +247,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     console = Console(width=140)
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(PAGES)) as threads:
-        children = {name: _Child(name, given, Path(folder)) for name in given.names or PAGES}
-        deadline = time.monotonic() + given.ready_s
-        waiting = {name: threads.submit(child.is_ready, deadline) for name, child in children.items()}
-        ready = {name: state.result() for name, state in waiting.items()}
-        for name, child in children.items():
-            if not ready[name]:
-                console.print(f"{name}: not ready within {given.ready_s} s\n{child.end()}", markup=False)
-                continue
-            found[name] = child.measured()
+    asked = ["--rounds", str(given.rounds), "--ready-s", str(given.ready_s), *["--small"] * given.small]
+    commands = {name: ["--one", name, *asked] for name in given.names or PAGES}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, found[name] in in_turn("gallery", commands, Path(folder), given.ready_s):
             said = "\n".join(rows_of(PAGES[name], found[name])) if "rows" in found[name] else found[name]["problem"]
             console.print(f"{name}\n{said}", markup=False)
             write_json(given.out and given.out / "gallery.json", found)
@@ -269,71 +258,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _write(found)
 
 
-class _Child:
-    """The process of one page."""
-
-    def __init__(self, name: str, given: argparse.Namespace, folder: Path) -> None:
-        self._log = (folder / f"{name}.log").open("w+", encoding="utf-8")
-        command = [sys.executable, "-m", "tests.bench.gallery", "--one", name]
-        command += ["--rounds", str(given.rounds), "--ready-s", str(given.ready_s)]
-        self._process = subprocess.Popen(
-            [*command, "--small"] if given.small else command,
-            env={"TORCHINDUCTOR_COMPILE_THREADS": "2", **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-        )
-
-    def is_ready(self, deadline: float) -> bool:
-        """Whether it has compiled everything before the deadline."""
-        return any(line.strip() == READY for line in self._lines(deadline))
-
-    def measured(self) -> dict[str, Any]:
-        """Its figures, from the moment that it may measure."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write("\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            return {"problem": self.end()}
-        for line in self._lines(time.monotonic() + 120):
-            if line.startswith(RESULT):
-                self.end()
-                return dict(json.loads(line.removeprefix(RESULT)))
-        return {"problem": self.end()}
-
-    def end(self) -> str:
-        """End the process; the end of what it said."""
-        self._process.kill()
-        self._process.wait()
-        self._log.seek(0)
-        said = self._log.read()[-3000:]
-        self._log.close()
-        return said
-
-    def _lines(self, deadline: float) -> Iterator[str]:
-        assert self._process.stdout is not None
-        while select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            line = self._process.stdout.readline()
-            if not line:
-                return
-            yield line
-
-
 def _in_this_process(given: argparse.Namespace) -> None:
-    page, says = PAGES[given.one], sys.stdout
+    page = PAGES[given.one]
     if "cgpass" not in torch._dynamo.list_backends():  # graphpass is not installed
         torch._dynamo.register_backend(cgpass.backend, name="cgpass")
-
-    def wait() -> None:
-        print(READY, file=says, flush=True)
-        sys.stdin.readline()
-
-    with redirect_stdout(sys.stderr):
-        figures = measure(page, given, wait)
-    figures[page.needs] = version(page.needs)
-    print(RESULT + json.dumps(figures), file=says, flush=True)
+    take_turn(lambda wait: {**measure(page, given, wait), page.needs: version(page.needs)})
 
 
 # -- the table ----------------------------------------------------------------------------------------------------

@@ -1,14 +1,14 @@
 """One argument on a ragged stream: eager, torch.compile, reduce-overhead and ``backend="cgpass"``, a process each.
 
-``python -m tests.bench.one_argument [--out DIR] [--models vit convnext bert dit] [--passes N]``; needs a GPU and timm,
-and diffusers for the diffusion transformer. Each process starts with empty compiler caches, so its
-first pass is a cold one. Timing begins after a pass in which graphpass has made no graph.
+``python -m tests.bench.one_argument [--out DIR] [--models vit convnext ...] [--variants cgpass-dynamic ...]``; needs a
+GPU, timm and diffusers. All processes compile side by side, from empty caches, and are timed one after the other.
+Timing begins when graphpass has made no graph for 20 passes. ``lengths`` is another workload: BERT over 1,000 texts,
+each of another length, timed as a whole with its compilation.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import tempfile
@@ -22,10 +22,12 @@ from rich.console import Console
 from rich.table import Table
 
 import graphpass as gp
-from tests.bench.timing import in_process
+from tests.bench.timing import write_json
+from tests.bench.turns import in_turn, take_turn
 
 NUM_BATCHES, LARGEST = 60, 32
-MOST_PASSES = 40
+NUM_LENGTHS = 1000
+QUIET_PASSES, SETTLES_WITHIN_S = 20, 40
 VARIANTS = ("eager", "compile", "reduce-overhead", "cgpass", "cgpass-dynamic", "cgpass-tuned")
 Inputs = Callable[[int], dict[str, torch.Tensor]]
 
@@ -72,7 +74,55 @@ def dit() -> tuple[torch.nn.Module, Inputs]:
     return model, inputs
 
 
-MODELS = {"vit": vit, "convnext": convnext, "bert": bert, "dit": dit}
+def unet() -> tuple[torch.nn.Module, Inputs]:
+    """A UNet of diffusers, 64 x 64 latents."""
+    from diffusers import UNet2DConditionModel
+
+    def inputs(n: int) -> dict[str, torch.Tensor]:
+        states = {"sample": torch.randn(n, 4, 64, 64), "encoder_hidden_states": torch.randn(n, 77, 768)}
+        return {**states, "timestep": torch.tensor(500)}
+
+    return UNet2DConditionModel(sample_size=64, cross_attention_dim=768, layers_per_block=1), inputs
+
+
+def t5() -> tuple[torch.nn.Module, Inputs]:
+    """The encoder of T5-large, 77 tokens."""
+    from transformers import T5Config, T5EncoderModel
+
+    def inputs(n: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.randint(3, 32128, (n, 77)), "attention_mask": torch.ones(n, 77, dtype=torch.long)}
+
+    return T5EncoderModel(T5Config(d_model=1024, d_kv=64, d_ff=4096, num_layers=24, num_heads=16)), inputs
+
+
+def whisper() -> tuple[torch.nn.Module, Inputs]:
+    """The encoder of Whisper-small, 30 seconds."""
+    from transformers import WhisperConfig, WhisperModel
+
+    config = WhisperConfig(d_model=768, encoder_layers=12, encoder_attention_heads=12, encoder_ffn_dim=3072)
+    return WhisperModel(config).encoder, lambda n: {"input_features": torch.randn(n, config.num_mel_bins, 3000)}
+
+
+def lengths() -> tuple[torch.nn.Module, Inputs]:
+    """BERT-base, one text of a length of its own."""
+    from transformers import BertConfig, BertModel
+
+    return BertModel(BertConfig(max_position_embeddings=1024)), lambda n: {
+        "input_ids": torch.randint(0, 30522, (1, n)),
+        "attention_mask": torch.ones(1, n, dtype=torch.long),
+    }
+
+
+MODELS = {
+    "vit": vit,
+    "convnext": convnext,
+    "bert": bert,
+    "dit": dit,
+    "unet": unet,
+    "t5": t5,
+    "whisper": whisper,
+    "lengths": lengths,
+}
 
 
 def compiled(model: torch.nn.Module, variant: str) -> Callable[..., Any]:
@@ -83,7 +133,7 @@ def compiled(model: torch.nn.Module, variant: str) -> Callable[..., Any]:
         return torch.compile(model, dynamic=True)
     if variant == "reduce-overhead":
         return torch.compile(model, dynamic=True, mode="reduce-overhead")
-    options = {"tune": "measure", "tune_seconds": 300} if variant == "cgpass-tuned" else {}
+    options: dict[str, Any] = {"tune": "measure", "tune_seconds": 300} if variant == "cgpass-tuned" else {}
     return torch.compile(model, backend="cgpass", dynamic=None if variant == "cgpass" else True, options=options)
 
 
@@ -104,86 +154,111 @@ def moved(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {k: v.cuda().bfloat16() if v.is_floating_point() else v.cuda() for k, v in inputs.items()}
 
 
-def measure(name: str, variant: str, passes: int) -> dict[str, Any]:
+def measure(name: str, variant: str, passes: int, wait: Callable[[], None]) -> dict[str, Any]:
     """The figures of one model and variant, in this process."""
     torch.manual_seed(0)
-    make = MODELS[name]
     rng = random.Random(1)
     sizes = [rng.randint(1, LARGEST) for _ in range(NUM_BATCHES)]
-    model, inputs = make()
+    if name == "lengths":
+        sizes = rng.sample(range(1, NUM_LENGTHS + 1), NUM_LENGTHS)
+    model, inputs = MODELS[name]()
     model = model.cuda().bfloat16().eval()
     batches = [moved(inputs(n)) for n in sizes]
     torch.cuda.synchronize()
-    free_before = torch.cuda.mem_get_info()[0]
-    run = compiled(model, variant)
-    worst = 0.0
+    figures: dict[str, Any]
     with torch.inference_mode():
-        start = time.perf_counter()
-        for batch in batches:
-            run(**batch)
-        torch.cuda.synchronize()
-        first_s = time.perf_counter() - start
-        settled, before = 1, -1  # passes until one makes no graph
-        while captured(run, variant) != before and settled < MOST_PASSES:
-            settled, before = settled + 1, captured(run, variant)
-            for batch in batches:
-                run(**batch)
-        step_ms, host_us = [], []
-        for _ in range(passes):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for batch in batches:
-                run(**batch)
-            torch.cuda.synchronize()
-            step_ms.append((time.perf_counter() - start) / NUM_BATCHES * 1e3)
-        for batch in batches:
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            run(**batch)
-            host_us.append((time.perf_counter() - start) * 1e6)
-        torch.cuda.synchronize()
-        memory = (free_before - torch.cuda.mem_get_info()[0]) / 2**20
-        for batch in batches:
-            expected, found = (first_tensor(f(**batch)).float() for f in (model, run))
-            worst = max(worst, float((found - expected).norm() / expected.norm()))
-    medians = {"ms": statistics.median(step_ms), "host_us": statistics.median(host_us)}
-    figures = {**medians, "first_s": first_s, "mib": memory, "difference": worst}
+        expected = [first_tensor(model(**batch)).float().cpu() for batch in batches[:NUM_BATCHES]]
+        torch.cuda.empty_cache()
+        run = compiled(model, variant)
+        if name == "lengths":
+            wait()
+            first_s = _pass_s(run, batches)
+            figures = {"first_s": first_s, "ms": first_s / NUM_LENGTHS * 1e3}
+        else:
+            figures = _settled(run, variant, batches, passes, wait)
+        found = [first_tensor(run(**batch)).float().cpu() for batch in batches[:NUM_BATCHES]]
+    pairs = zip(found, expected, strict=True)
+    figures["difference"] = max(float((one - other).norm() / other.norm()) for one, other in pairs)
     if variant.startswith("cgpass"):
-        figures |= {"graphs": captured(run, variant), "settled": settled, "report": str(gp.runtime_of(run).report())}
+        figures |= {"graphs": captured(run, variant), "report": str(gp.runtime_of(run).report())}
     return figures
+
+
+def _settled(
+    run: Callable[..., Any], variant: str, batches: list[Any], passes: int, wait: Callable[[], None]
+) -> dict[str, Any]:
+    """Compile in the first pass; in this process's turn, make graphs until several passes make none, then time."""
+    first_s = _pass_s(run, batches)
+    wait()
+    settled, quiet, before = 1, 0, captured(run, variant)
+    until = time.monotonic() + SETTLES_WITHIN_S
+    while quiet < QUIET_PASSES and time.monotonic() < until:
+        _pass_s(run, batches)
+        settled, quiet = settled + 1, quiet + 1 if captured(run, variant) == before else 0
+        before = captured(run, variant)
+    step_ms = [_pass_s(run, batches) / NUM_BATCHES * 1e3 for _ in range(passes)]
+    host_us = []
+    for batch in batches:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run(**batch)
+        host_us.append((time.perf_counter() - start) * 1e6)
+    torch.cuda.synchronize()
+    quartiles = statistics.quantiles(step_ms, n=4)
+    times = {"ms": quartiles[1], "spread": quartiles[::2], "host_us": statistics.median(host_us), "first_s": first_s}
+    return {**times, "settled": settled - quiet, "still": captured(run, variant) - before}
+
+
+def _pass_s(run: Callable[..., Any], batches: list[Any]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for batch in batches:
+        run(**batch)
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def main() -> None:
     """Measure each pair in a process of its own and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--models", nargs="*", default=[name for name in MODELS if name != "lengths"])
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS))
     parser.add_argument("--passes", type=int, default=20)
+    parser.add_argument("--ready-s", type=float, default=400, help="what compiles longer is left out")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--one", nargs=2, metavar=("MODEL", "VARIANT"), help="measure in this process, print JSON")
+    parser.add_argument("--one", nargs=2, metavar=("MODEL", "VARIANT"), help="a process that waits for its turn")
     given = parser.parse_args()
     if given.one:
-        print(json.dumps(measure(*given.one, given.passes)))
+        take_turn(lambda wait: measure(*given.one, given.passes, wait))
         return
     console = Console(width=140)
-    columns = ("ms a batch", "host us", "first pass s", "MiB", "graphs", "timed from pass", "difference")
+    columns = (
+        "ms a batch",
+        "quartiles",
+        "host us",
+        "first pass s",
+        "MiB of the process",
+        "graphs",
+        "last graph in pass",
+        "graphs while timed",
+    )
     table = Table("model", "variant", *columns)
+    keys = ("ms", "spread", "host_us", "first_s", "process_mib", "graphs", "settled", "still")
+    pairs = {f"{name} {variant}": (name, variant) for name in given.models for variant in given.variants}
+    commands = {pair: ["--one", *which, "--passes", str(given.passes)] for pair, which in pairs.items()}
     found = {}
-    for name in given.models:
-        for variant in given.variants:
-            figures = found[f"{name} {variant}"] = _in_process(name, variant, given.passes)
-            cells = [f"{figures[key]:.4g}" if key in figures else "-" for key in ("ms", "host_us", "first_s", "mib")]
-            counts = (str(figures.get(key, "-")) for key in ("graphs", "settled"))
-            table.add_row(name, variant, *cells, *counts, f"{figures.get('difference', -1):.1e}")
-            console.print(name, variant, *cells)
-            if given.out:
-                (given.out / "one_argument.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    with tempfile.TemporaryDirectory() as folder:
+        for pair, figures in in_turn("one_argument", commands, Path(folder), given.ready_s, measured_s=300):
+            found[pair] = figures
+            cells = [_cell(figures[key]) if key in figures else "-" for key in keys]
+            table.add_row(*pairs[pair], *cells)
+            console.print(pair, *cells, figures.get("problem", ""), markup=False)
+            write_json(given.out and given.out / "one_argument.json", found)
     console.print(table)
 
 
-def _in_process(name: str, variant: str, passes: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as caches:
-        return in_process("one_argument", ["--one", name, variant, "--passes", str(passes)], Path(caches))
+def _cell(value: Any) -> str:
+    return "..".join(map(_cell, value)) if isinstance(value, list) else f"{value:.4g}"
 
 
 if __name__ == "__main__":
