@@ -1,9 +1,9 @@
 """One argument on a ragged stream: eager, torch.compile, reduce-overhead and ``backend="cgpass"``, a process each.
 
 ``python -m tests.bench.one_argument [--out DIR] [--models vit convnext ...] [--variants cgpass-dynamic ...]``; needs a
-GPU, timm and diffusers. All processes compile side by side, from empty caches, and are timed one after the other.
-Timing begins when graphpass has made no graph for 20 passes. ``lengths`` is another workload: BERT over 1,000 texts,
-each of another length, timed as a whole with its compilation.
+GPU, timm and diffusers. All processes compile side by side, from empty caches, and are timed in turns. Timing begins
+when graphpass has made no graph for 150 passes, or after a minute. ``lengths`` is another workload: BERT over 1,000
+texts, each of another length, timed as a whole with its compilation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from tests.bench.turns import in_turn, take_turn
 
 NUM_BATCHES, LARGEST = 60, 32
 NUM_LENGTHS = 1000
-QUIET_PASSES, SETTLES_WITHIN_S = 20, 40
+QUIET_PASSES, SETTLES_WITHIN_S = 150, 60
+TURNS = 5
 VARIANTS = ("eager", "compile", "reduce-overhead", "cgpass", "cgpass-dynamic", "cgpass-tuned")
 Inputs = Callable[[int], dict[str, torch.Tensor]]
 
@@ -196,14 +197,16 @@ def _settled(
         _pass_s(run, batches)
         settled, quiet = settled + 1, quiet + 1 if captured(run, variant) == before else 0
         before = captured(run, variant)
-    step_ms = [_pass_s(run, batches) / NUM_BATCHES * 1e3 for _ in range(passes)]
-    host_us = []
-    for batch in batches:
+    step_ms, host_us = [], []
+    for _ in range(TURNS):
+        wait()
+        step_ms += [_pass_s(run, batches) / NUM_BATCHES * 1e3 for _ in range(passes // TURNS)]
+        for batch in batches:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            run(**batch)
+            host_us.append((time.perf_counter() - start) * 1e6)
         torch.cuda.synchronize()
-        start = time.perf_counter()
-        run(**batch)
-        host_us.append((time.perf_counter() - start) * 1e6)
-    torch.cuda.synchronize()
     quartiles = statistics.quantiles(step_ms, n=4)
     times = {"ms": quartiles[1], "spread": quartiles[::2], "host_us": statistics.median(host_us), "first_s": first_s}
     return {**times, "settled": settled - quiet, "still": captured(run, variant) - before}

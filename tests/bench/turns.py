@@ -1,7 +1,8 @@
-"""Processes that prepare side by side and are measured one after the other.
+"""Processes that prepare side by side and measure one at a time.
 
 Compilation takes minutes and a measurement seconds. So each variant has a process of its own that compiles while the
-others do, says that it is ready, and waits; then each measures while all others sleep.
+others do, says that it is ready, and waits for its turn; only one measures at a time. A process may ask for several
+turns, which then go round, so that a host that becomes slower does so for all.
 """
 
 from __future__ import annotations
@@ -28,19 +29,21 @@ def in_turn(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """The figures of a process for each command, by its name; ``problem`` is all there is of one that failed.
 
-    Each has empty compiler caches. One that is not ready after ``ready_s`` seconds is not measured, and a measurement
-    ends after ``measured_s``. ``process_mib`` is the device memory that came back when the process ended.
+    Each has empty compiler caches. One that is not ready after ``ready_s`` seconds is not measured, and a turn ends
+    after ``measured_s``. ``process_mib`` is the device memory that came back when the process ended.
     """
-    with ThreadPoolExecutor(len(commands)) as threads:
-        # Inductor's command line for g++ takes no spaces in a path.
-        children = {name: _Child(module, cmd, folder / name.replace(" ", "_")) for name, cmd in commands.items()}
+    # Inductor's command line for g++ takes no spaces in a path.
+    children = {name: _Child(module, cmd, folder / name.replace(" ", "_")) for name, cmd in commands.items()}
+    with ThreadPoolExecutor(len(children)) as threads:
         deadline = time.monotonic() + ready_s
-        ready = dict(zip(children, threads.map(lambda child: child.is_ready(deadline), children.values()), strict=True))
-        late = [name for name in children if not ready[name]]
-        for name in late:
-            yield name, {"problem": f"not ready within {ready_s:.0f} s: {children.pop(name).end()}"}
-        for name, child in children.items():
-            yield name, child.measured(time.monotonic() + measured_s)
+        is_ready = list(threads.map(lambda child: child.says(deadline) == READY, children.values()))
+    waiting = dict(zip(children, is_ready, strict=True))
+    while waiting:
+        for name, may_measure in list(waiting.items()):
+            said = children[name].measured(time.monotonic() + measured_s) if may_measure else ""
+            if said != READY:
+                del waiting[name]
+                yield name, children[name].ended(said)
 
 
 class _Child:
@@ -57,47 +60,43 @@ class _Child:
             text=True,
         )
 
-    def is_ready(self, deadline: float) -> bool:
-        """Whether it has said so before the deadline."""
-        return any(line.strip() == READY for line in self._lines(deadline))
+    def says(self, deadline: float) -> str:
+        """``READY``, its result, or nothing where it has ended or the deadline has passed."""
+        assert self._process.stdout is not None
+        while select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            line = self._process.stdout.readline()
+            if not line or line.strip() == READY or line.startswith(RESULT):
+                return line.strip()
+        return ""
 
-    def measured(self, deadline: float) -> dict[str, Any]:
-        """Its figures, from the moment that it may measure; the process has ended then."""
+    def measured(self, deadline: float) -> str:
+        """What it says after a turn."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write("\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            return {"problem": self.end()}
-        result = next((line for line in self._lines(deadline) if line.startswith(RESULT)), "")
+            return ""
+        return self.says(deadline)
+
+    def ended(self, said: str) -> dict[str, Any]:
+        """The figures of a result; without one, the end of the process's log. The process is ended."""
         device = gpu_or_cpu()
         free_before = free_bytes(device)
-        said = self.end()
-        if not result:
-            return {"problem": said}
-        time.sleep(1)  # the driver frees the memory of an ended process a moment later
-        return {**json.loads(result.removeprefix(RESULT)), "process_mib": (free_bytes(device) - free_before) / 2**20}
-
-    def end(self) -> str:
-        """End the process; the end of what it said."""
         self._process.kill()
         self._process.wait()
+        time.sleep(1)  # the driver frees the memory of an ended process a moment later
         self._log.seek(0)
-        said = self._log.read()[-3000:]
+        log = self._log.read()[-3000:]
         self._log.close()
-        return said
-
-    def _lines(self, deadline: float) -> Iterator[str]:
-        assert self._process.stdout is not None
-        while select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            line = self._process.stdout.readline()
-            if not line:
-                return
-            yield line
+        if not said:
+            return {"problem": log or "not ready in time"}
+        freed = free_bytes(device) - free_before
+        return {**json.loads(said.removeprefix(RESULT)), "process_mib": freed / 2**20}
 
 
 def take_turn(measure: Callable[[Callable[[], None]], Mapping[str, Any]]) -> None:
-    """In such a process: prepare, wait for the turn where ``measure`` calls its argument, and hand the figures over."""
+    """In such a process: hand over the figures of ``measure``, which waits for a turn where it calls its argument."""
     says = sys.stdout
 
     def wait() -> None:
