@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import re
@@ -85,6 +86,24 @@ def applied(mutation: Mutation, tree: Path) -> Iterator[None]:
             file.write_text(text, encoding="utf-8")
 
 
+def shares(chosen: Sequence[Mutation], count: int) -> list[list[str]]:
+    """The tests of all mutations in as many shares, whole files together."""
+    by_file: dict[str, dict[str, None]] = {}
+    for test in (test for mutation in chosen for test in mutation.tests):
+        by_file.setdefault(test.partition("::")[0], {})[test] = None
+    files = [list(tests) for tests in by_file.values()]
+    return [list(itertools.chain(*files[number::count])) for number in range(min(count, len(files)))]
+
+
+def in_free_copy(tests: Collection[str], trees: queue.SimpleQueue[Path]) -> tuple[int | None, str]:
+    """Pytest's exit status and output without a mutation."""
+    tree = trees.get()
+    try:
+        return run_tests(tree, tests)
+    finally:
+        trees.put(tree)
+
+
 def judge(mutation: Mutation, trees: queue.SimpleQueue[Path]) -> Verdict:
     """Run one mutation's tests in a free copy."""
     tree = trees.get()
@@ -123,11 +142,11 @@ def judged(chosen: Sequence[Mutation], console: Console) -> list[Verdict]:
         for number in range(num_trees):
             copy_tree(Path(folder, str(number)))
             trees.put(Path(folder, str(number)))
-        status, output = run_tests(Path(folder, "0"), dict.fromkeys(t for m in chosen for t in m.tests))
-        if status != 0:
-            raise MutationError(f"the tests do not pass without a mutation:\n{output}")
         verdicts = []
         with ThreadPoolExecutor(num_trees) as pool, Progress(console=console, transient=True) as progress:
+            for status, output in pool.map(lambda tests: in_free_copy(tests, trees), shares(chosen, num_trees)):
+                if status != 0:
+                    raise MutationError(f"the tests do not pass without a mutation:\n{output}")
             bar = progress.add_task("mutations", total=len(chosen))
             for finished in as_completed([pool.submit(judge, mutation, trees) for mutation in chosen]):
                 verdicts.append(finished.result())
