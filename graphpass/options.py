@@ -15,7 +15,7 @@ from graphpass.compile import COMPILERS
 from graphpass.errors import CaptureError, OptionError, is_integer, is_seconds, one_of
 from graphpass.keys import CUDAGraphMode
 from graphpass.ledger import Reason
-from graphpass.paddedmemory import PadRule, checked_rule
+from graphpass.paddedinputs import PadRule, checked_rule
 from graphpass.saved import SavedFiles
 
 DynamicDims = Mapping[str, Mapping[int, str]]

@@ -35,6 +35,7 @@ from cgpass.nograph import (
     FailedCaptures,
     refused,
 )
+from cgpass.outputs import OutputCuts
 from cgpass.sizes import InputLayout, value_at
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.scope import CaptureScope
@@ -44,7 +45,7 @@ from graphpass.compat import memory
 from graphpass.dispatch.recurring import RecurringKey, RecurringSize
 from graphpass.keys import BatchDescriptor
 from graphpass.ledger import CountedReason, Reason, Row, named_sizes
-from graphpass.paddedmemory import OutputCuts, PaddedArguments, PaddedInput, PaddedMemory
+from graphpass.paddedinputs import PaddedArguments, PaddedInput, PaddedMemory
 from graphpass.report.figures import PADDING_BEFORE
 
 _MAX_REMEMBERED = 4096

@@ -14,7 +14,7 @@ from graphpass.errors import CaptureError
 from graphpass.keys import CUDAGraphMode
 from graphpass.ledger import Reason
 from graphpass.options import Settings
-from graphpass.paddedmemory import PadRule
+from graphpass.paddedinputs import PadRule
 from graphpass.regions.padding import CHECK_IF_DECLARED, PaddingProof, Verdict, prove_partition
 from graphpass.regions.split import Partition
 

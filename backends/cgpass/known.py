@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from cgpass.outputs import OutputCuts, TensorCut
 from graphpass.capture.pool import PoolLease
 from graphpass.capture.replay import GraphEntry
-from graphpass.paddedmemory import OutputCuts, PaddedArguments, TensorCut
+from graphpass.paddedinputs import PaddedArguments
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,12 +25,13 @@ from torch import fx
 
 from cgpass.auto import AutoCall
 from cgpass.keyrules import AutoRules
+from cgpass.outputs import OutputCuts
 from graphpass.capture.compare import has_fractions, in_double, largest_difference
 from graphpass.capture.settings import restoring
 from graphpass.compat import operators, trees
 from graphpass.context import ForwardContext, entered
 from graphpass.errors import GraphpassError
-from graphpass.paddedmemory import OutputCuts, PaddedInput, prefix
+from graphpass.paddedinputs import PaddedInput, prefix
 from graphpass.regions.assign import Region
 from graphpass.regions.execute import value_of
 from graphpass.regions.split import Partition

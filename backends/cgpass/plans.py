@@ -19,8 +19,8 @@ from graphpass.compile import CompiledRegion
 from graphpass.context import current_context
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.regions.assign import Region
+from graphpass.regions.eagerrules import reshapes_in_place
 from graphpass.regions.split import Partition
-from graphpass.regions.splitrules import reshapes_in_place
 from graphpass.regions.symbols import layout_inputs
 from graphpass.report.records import RegionId
 

@@ -45,7 +45,7 @@ from graphpass.ladder.estimate import (
 from graphpass.ladder.modelstate import ModelState
 from graphpass.ladder.traffic import CapturedGraph
 from graphpass.ledger import Reason, why_failed
-from graphpass.paddedmemory import PaddedBuffer, PaddedMemory
+from graphpass.paddedinputs import PaddedBuffer, PaddedMemory
 from graphpass.progress import capture_progress
 
 _log = logging.getLogger("graphpass")

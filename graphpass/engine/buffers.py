@@ -17,7 +17,7 @@ from graphpass.capture.staging import GroupedCopies, storage_id
 from graphpass.compat import dynamo, memory
 from graphpass.engine.batch import InputSpec
 from graphpass.errors import OptionError, ShapeError
-from graphpass.paddedmemory import PaddedBuffer, PaddedMemory
+from graphpass.paddedinputs import PaddedBuffer, PaddedMemory
 
 Sizes = Mapping[str, int]
 

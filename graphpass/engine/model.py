@@ -48,7 +48,7 @@ from graphpass.ladder.modelstate import (
 )
 from graphpass.ledger import Reason
 from graphpass.options import Fallbacks, Settings
-from graphpass.paddedmemory import versions_of, written_since
+from graphpass.paddedinputs import versions_of, written_since
 from graphpass.savedcalls import SavedCalls
 
 _LEAST_SYMBOLIC = 2

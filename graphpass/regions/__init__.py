@@ -7,6 +7,7 @@ module, ``stitch`` generates the code that runs the modules in order, ``dump`` w
 
 from graphpass.regions.analysis import SplitReason
 from graphpass.regions.assign import Region
+from graphpass.regions.eagerrules import DEFAULT_RULES, SplitRule, splits_at
 from graphpass.regions.padding import (
     AtenGraph,
     OpCall,
@@ -20,7 +21,6 @@ from graphpass.regions.padding import (
     register_padding_rule,
 )
 from graphpass.regions.split import Partition
-from graphpass.regions.splitrules import DEFAULT_RULES, SplitRule, splits_at
 from graphpass.regions.symbols import GraphInput
 
 __all__ = [

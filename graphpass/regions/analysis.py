@@ -71,7 +71,7 @@ class SplitReason:
 
 @dataclass(frozen=True, slots=True)
 class GraphFacts:
-    """Facts about the whole graph for the split rules; stored in ``node.meta[FACTS]`` of every node."""
+    """Facts about the whole graph for the eager rules; stored in ``node.meta[FACTS]`` of every node."""
 
     main_device: torch.device | None  #: of the inputs and parameters; the accelerator if some of them are on the CPU
     readers: Mapping[sympy.Symbol, fx.Node]  #: unbacked symbol -> the node that produces its value at run time

@@ -27,9 +27,9 @@ from graphpass.regions.analysis import (
     symbol_placeholders,
     unpacked_from,
 )
+from graphpass.regions.eagerrules import SplitRule, read_by_storage, reshapes_in_place
 from graphpass.regions.execute import storages_of, tensors_in, value_of, values_at
 from graphpass.regions.names import CALLED, display_name, names_of
-from graphpass.regions.splitrules import SplitRule, read_by_storage, reshapes_in_place
 
 _OUTSIDE = "enter the mode around the call of the compiled model, not inside the model"
 

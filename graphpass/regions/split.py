@@ -26,8 +26,8 @@ from graphpass.regions.analysis import (
     unpacked_from,
 )
 from graphpass.regions.assign import Region, assign, build_regions, written_positions
+from graphpass.regions.eagerrules import DEFAULT_RULES, SplitRule, splits_at
 from graphpass.regions.execute import value_of
-from graphpass.regions.splitrules import DEFAULT_RULES, SplitRule, splits_at
 from graphpass.regions.stitch import Stitching, dump_partition, stitch
 from graphpass.regions.symbols import GraphInput, graph_inputs, layout_inputs
 

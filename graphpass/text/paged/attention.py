@@ -14,7 +14,7 @@ import torch
 from graphpass.dispatch.sizes import round_up
 from graphpass.errors import ShapeError, positive
 from graphpass.keys import AttentionSupport, BatchDescriptor
-from graphpass.paddedmemory import PaddedMemory
+from graphpass.paddedinputs import PaddedMemory
 from graphpass.report import KernelUse
 from graphpass.text.paged.cache import (
     FIRST_LIVE_PAGE,

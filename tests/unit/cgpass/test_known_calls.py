@@ -12,7 +12,7 @@ from torch import nn
 import cgpass.callable
 from cgpass.callable import GraphedCallable
 from graphpass.capture.replay import EntryTable
-from graphpass.paddedmemory import PaddedArguments, PaddedInput, dense_strides
+from graphpass.paddedinputs import PaddedArguments, PaddedInput, dense_strides
 from tests.unit.cgpass.attended import Make
 from tests.unit.compiled import Compiled, agrees
 from tests.unit.models import module

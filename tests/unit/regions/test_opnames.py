@@ -13,8 +13,8 @@ from torch import fx, nn
 
 from graphpass import partition
 from graphpass.errors import PartitionError
+from graphpass.regions.eagerrules import matcher_of
 from graphpass.regions.names import names_of
-from graphpass.regions.splitrules import matcher_of
 
 
 class Calls(nn.Module):

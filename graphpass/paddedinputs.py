@@ -1,21 +1,20 @@
-"""Padded memory: buffers that graphs read in place, how real entries and padding fill them, and how results are cut.
+"""Padded inputs: the buffers that graphs read in place, and how real entries and padding fill them.
 
 An input has one allocation, as large as its largest size so far, and the buffer of each size is a view of its start.
 Such a buffer has a static address, so no copy to another place follows: filling it writes real entries and padding to
-where the graph reads them. The results of a graph at a padded size are cut to the real sizes by :class:`OutputCuts`.
+where the graph reads them.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeAlias, TypeVar, cast
 
 import torch
 
-from graphpass.capture.outputs import clone_pool_tensors, view_of
 from graphpass.capture.staging import GroupedCopies, storage_id
 from graphpass.compat import memory
 from graphpass.errors import OptionError, ShapeError
@@ -264,125 +263,9 @@ def written_since(buffers: Mapping[str, PaddedBuffer], versions: Mapping[str, in
     return [name for name, version in versions_of(buffers).items() if version != versions[name]]
 
 
-# -- cutting ----------------------------------------------------------------------------------------------------------
-
-
 def prefix(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """The view of the first ``shape`` entries of each dimension."""
     for dim, size in enumerate(shape):
         if tensor.shape[dim] != size:
             tensor = tensor.narrow(dim, 0, size)
     return tensor
-
-
-@dataclass(frozen=True, slots=True)
-class TensorCut:
-    """One output in the graph's memory, at its real size."""
-
-    index: int  #: of the output
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]  #: in elements
-    offset: int  #: in elements, from the lowest offset of the outputs in the same storage
-    is_plain: bool  #: whether shape and strides are contiguous
-
-    @classmethod
-    def of(cls, index: int, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> TensorCut:
-        """The cut of one output."""
-        dense = zip(shape, strides, dense_strides(shape), strict=True)
-        return cls(index, shape, strides, offset, all(size == 1 or stride == of for size, stride, of in dense))
-
-    def new(self, real: torch.Tensor) -> torch.Tensor:
-        """Memory for a copy of the real part ``real``, for the caller to own."""
-        return torch.empty_strided(self.shape, self.strides, dtype=real.dtype, device=real.device)
-
-
-@dataclass(frozen=True, slots=True)
-class ViewCut:
-    """An output that is the input at ``position``, or a view of it that starts ``offset`` elements after its start."""
-
-    index: int  #: of the output
-    position: int
-    is_input: bool
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class OutputCuts:
-    """How to cut the flat outputs of a graph at a padded size for calls of one real size.
-
-    The real prefix of each tensor in the pool is copied, with the strides that the graph returns at the real sizes;
-    outputs that share a storage share one in the copies too. Views of inputs become views of the caller's tensors.
-    """
-
-    tensors: tuple[tuple[TensorCut, ...], ...]  #: groups of outputs that share a storage
-    views: tuple[ViewCut, ...]  #: outputs that are inputs or views of inputs
-    numbers: Mapping[int, int | float | bool]  #: {index: value at the real sizes}
-    whole: Collection[int]  #: indices of the outputs that data decide; no padded size occurs in them
-
-    def real_parts(self, outputs: Sequence[Any]) -> dict[int, torch.Tensor]:
-        """{index: view of the real part} of every output tensor in the graph's memory."""
-        cut = {cut.index: prefix(outputs[cut.index], cut.shape) for group in self.tensors for cut in group}
-        return cut | {index: outputs[index] for index in self.whole if isinstance(outputs[index], torch.Tensor)}
-
-    def apart(self, outputs: Sequence[Any]) -> list[tuple[TensorCut, torch.Tensor]]:
-        """(cut, view of the real part) of each output tensor that shares its storage with no other output."""
-        return [
-            (group[0], prefix(outputs[group[0].index], group[0].shape)) for group in self.tensors if len(group) == 1
-        ]
-
-    def apply(
-        self,
-        outputs: Sequence[Any],
-        args: Sequence[Any],
-        pool_storages: Collection[int],
-        apart: Sequence[tuple[TensorCut, torch.Tensor]] | None = None,
-    ) -> list[Any]:
-        """The flat outputs at the real sizes; ``apart`` is what :meth:`apart` returns, if it is known already."""
-        cut_outputs = list(outputs)
-        if self.whole:
-            whole = clone_pool_tensors([outputs[index] for index in self.whole], pool_storages)
-            for index, output in zip(self.whole, whole, strict=True):
-                cut_outputs[index] = output
-        apart = self.apart(outputs) if apart is None else apart
-        copies = [cut.new(real) for cut, real in apart]
-        if len(copies) > 1 and all(cut.is_plain for cut, _ in apart):
-            memory.foreach_copy_(copies, [real for _, real in apart])
-        else:
-            for copy, (_, real) in zip(copies, apart, strict=True):
-                _fill_each_once(copy, real)
-        for copy, (cut, _) in zip(copies, apart, strict=True):
-            cut_outputs[cut.index] = copy
-        for group in self.tensors:
-            if len(group) > 1:
-                for cut, tensor in zip(group, _copied_together(group, outputs), strict=True):
-                    cut_outputs[cut.index] = tensor
-        for view in self.views:
-            of = args[view.position]
-            rebuilt = of if view.is_input else view_of(of, view.shape, view.strides, view.offset)
-            cut_outputs[view.index] = rebuilt  # guard: views_of_the_callers_tensor
-        for index, number in self.numbers.items():
-            cut_outputs[index] = number  # guard: numbers_of_real_sizes
-        return cut_outputs
-
-
-def _copied_together(group: Sequence[TensorCut], outputs: Sequence[Any]) -> list[torch.Tensor]:
-    first: torch.Tensor = outputs[group[0].index]
-    num_elements = max(
-        cut.offset + 1 + sum((size - 1) * stride for size, stride in zip(cut.shape, cut.strides, strict=True))
-        for cut in group
-    )
-    shared = torch.empty(num_elements, dtype=first.dtype, device=first.device)
-    copies = [shared.as_strided(cut.shape, cut.strides, cut.offset) for cut in group]
-    for cut, copy in zip(group, copies, strict=True):
-        _fill_each_once(copy, prefix(outputs[cut.index], cut.shape))
-    return copies
-
-
-def _fill_each_once(copy: torch.Tensor, real: torch.Tensor) -> None:
-    """Write ``real`` to ``copy``, each element once: along an expanded dimension all have one address."""
-    for dim, (size, stride) in enumerate(zip(copy.shape, copy.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            copy, real = copy.narrow(dim, 0, 1), real.narrow(dim, 0, 1)
-    copy.copy_(real)

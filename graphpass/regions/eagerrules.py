@@ -1,4 +1,4 @@
-"""Split rules: each takes one node and returns why it cannot be captured, or None. And what a listed op matches."""
+"""Eager rules: each takes one node and returns why it cannot be captured, or None. And what a listed op matches."""
 
 from __future__ import annotations
 
