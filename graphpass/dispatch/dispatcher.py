@@ -416,13 +416,13 @@ class CudagraphDispatcher:
 
 def _runtime_modes(allowed_modes: Collection[CUDAGraphMode | str]) -> frozenset[CUDAGraphMode]:
     """The allowed modes as a frozenset."""
-    allowed = frozenset(map(CUDAGraphMode.parse, allowed_modes))
+    allowed = frozenset() if isinstance(allowed_modes, str) else frozenset(map(CUDAGraphMode.parse, allowed_modes))
     if allowed and all(mode.is_valid_runtime_mode() for mode in allowed):
         return allowed
     raise DispatchError(
-        "allowed_modes is empty" if not allowed else "allowed_modes contains a value that is not a runtime mode",
-        expected="one or more of CUDAGraphMode.NONE, PIECEWISE and FULL",
-        found=", ".join(sorted(map(str, allowed))) or "no mode",
+        "allowed_modes contains a value that is not a runtime mode" if allowed else "allowed_modes is no set of modes",
+        expected="a set with one or more of CUDAGraphMode.NONE, PIECEWISE and FULL",
+        found=", ".join(sorted(map(str, allowed))) or repr(allowed_modes),
         remedy="leave allowed_modes out to allow every mode",
     )
 

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from tests.mutations import ROOT, Mutation, MutationError, mutations
 
-TIMEOUT_S = 600
+TIMEOUT_S, UNMUTATED_TIMEOUT_S = 600, 3600
 KILLED = "killed"
 NEEDS_CUDA = "needs a GPU"
 
@@ -54,7 +54,9 @@ def copy_tree(destination: Path) -> None:
             shutil.copyfile(file, copy)
 
 
-def run_tests(tree: Path, tests: Collection[str], *options: str) -> tuple[int | None, str]:
+def run_tests(
+    tree: Path, tests: Collection[str], *options: str, timeout_s: float = TIMEOUT_S
+) -> tuple[int | None, str]:
     """Pytest's exit status and output in a copy of the sources; None where it took too long."""
     environment = {
         "OMP_NUM_THREADS": "1",
@@ -66,7 +68,7 @@ def run_tests(tree: Path, tests: Collection[str], *options: str) -> tuple[int | 
     plugins_off = ("-p", "no:cacheprovider", "-p", "no:xdist")
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=short", *plugins_off, *options, *tests]
     try:
-        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
         return None, ""
     return done.returncode, done.stdout + done.stderr
@@ -99,7 +101,7 @@ def in_free_copy(tests: Collection[str], trees: queue.SimpleQueue[Path]) -> tupl
     """Pytest's exit status and output without a mutation."""
     tree = trees.get()
     try:
-        return run_tests(tree, tests)
+        return run_tests(tree, tests, timeout_s=UNMUTATED_TIMEOUT_S)
     finally:
         trees.put(tree)
 

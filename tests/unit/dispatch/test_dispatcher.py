@@ -153,7 +153,7 @@ REFUSED_BATCHES: list[tuple[str, int, dict[str, object], str]] = [
     *(
         ("FULL_AND_PIECEWISE", 1, {"num_tokens": num_tokens, "allowed_modes": allowed}, "allowed_modes")
         for num_tokens in (0, 4, 99)
-        for allowed in ((), set(), {BOTH}, {NONE, CUDAGraphMode.FULL_DECODE_ONLY}, ["full_decode_only"])
+        for allowed in ((), set(), {BOTH}, {NONE, CUDAGraphMode.FULL_DECODE_ONLY}, ["full_decode_only"], "FULL")
     ),
     *(
         (mode, 1, {"uniform_decode": uniform, **batch}, "-1")

@@ -126,6 +126,16 @@ def test_capture_keeps_to_max_bytes_and_says_what_was_left_out(max_bytes: int, n
     assert_right(manager, range(1, LARGEST + 1))
 
 
+def test_where_nothing_fits_no_batch_has_a_graph_and_a_closed_manager_runs_none() -> None:
+    manager = made(Rows().eval(), runtime=GrowingRuntime())
+    manager.capture(max_bytes=99)
+    assert_right(manager, range(1, LARGEST + 1))
+    assert manager.stats().replays == 0
+    manager.close()
+    with pytest.raises(CaptureError, match="nothing has been captured"):
+        run(manager, rows(3))
+
+
 def test_batches_of_keys_left_out_run_without_a_graph() -> None:
     manager = made(Rows().eval(), runtime=GrowingRuntime())
     manager.capture(max_bytes=250)

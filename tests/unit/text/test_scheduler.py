@@ -157,6 +157,9 @@ def test_requests_can_be_removed_in_every_state() -> None:
     scheduler.plan()
     scheduler.finish(waiting)
     assert scheduler.has_work()
+    scheduler.finish(running)
+    assert not scheduler.has_work(), "the waiting request is gone"
+    scheduler.add(make_request("c", 4, 8))
     scheduler.close()
     assert not scheduler.has_work()
     assert scheduler.plan() is None
