@@ -100,6 +100,7 @@ class SavedCalls:
         if isinstance(graph, Reason):
             return graph
         saving.install_call(function, saved.call, graph)
+        self._runtime.loaded_for(function.__code__, graph.name)
         return None
 
     def save(

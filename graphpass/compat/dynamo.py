@@ -41,6 +41,12 @@ def _translator() -> Any | None:
         return None
 
 
+def frame_code() -> types.CodeType | None:
+    """The code of the Python frame that Dynamo is compiling; None outside of a compilation."""
+    frame = _translator()
+    return None if frame is None else frame.f_code
+
+
 def argument_aliases() -> dict[str, str]:
     """{another name of a positional argument of the frame being compiled: its name in Dynamo's sources}.
 
