@@ -19,6 +19,8 @@ from typer.testing import CliRunner
 import graphpass as gp
 from graphpass.cli.app import app
 from graphpass.ledger import Reason
+from graphpass.regions.execute import value_of
+from graphpass.regions.split import Partition, partition
 from graphpass.saved import GRAPH, SavedFiles, directory, environment, fingerprint
 from tests.unit.saved import stack as of
 from tests.unit.saved.stack import INPUTS, OPTIONS, Broken, Stack, assert_right, compiled, example, stack
@@ -132,6 +134,27 @@ def test_a_saved_call_has_the_guards_of_its_compilation(tmp_path: Path) -> None:
         fast.capture(example(8))
         for rows in (8, 6, 3, 2):
             torch.testing.assert_close(fast(example(rows)), model(example(rows)))
+
+
+def test_a_saved_call_has_the_guards_of_its_artifacts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def assuming(graph_module: torch.fx.GraphModule, *splitting_ops: Any) -> Partition:
+        *_, given = graph_module.graph.find_nodes(op="placeholder")
+        assert value_of(given).shape[0] > 5
+        return partition(graph_module, *splitting_ops)
+
+    monkeypatch.setattr("cgpass.pipeline.partition", assuming)
+    for _ in range(2):
+        torch.compiler.reset()
+        counters.clear()
+        fast = gp.graphed(
+            torch.sin, dynamic_dims={"x": 0}, compiler="eager", warm_start=tmp_path / "starts", progress=False
+        )
+        fast.capture(example(8))
+    assert fast.runtime.compiled() == 0
+    assert not counters["frames"]
+    monkeypatch.undo()
+    torch.testing.assert_close(fast(example(3)), example(3).sin())
+    assert counters["frames"], "the saved call ran with a size for which its artifact was not compiled"
 
 
 def test_only_a_compilation_of_the_loaded_function_is_late(tmp_path: Path) -> None:
