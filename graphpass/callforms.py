@@ -115,6 +115,12 @@ class CallForms:
         function = _function_of_form(self.model, self._uncompiled(), len(args), tuple(kwargs))
         self._saved.save(function, (len(args), *kwargs), (*args, *kwargs.values()))
 
+    def gives_saved_bits(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether such a call has the result that was saved with it, where it was loaded; see :class:`SavedCalls`."""
+        args, kwargs = self._positional_first(args, kwargs)
+        form, given = (len(args), *kwargs), (*args, *kwargs.values())
+        return self._saved.gives_saved_bits(form, given, lambda: self._call(args, kwargs))
+
     def _positional_first(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:

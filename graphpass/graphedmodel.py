@@ -96,7 +96,12 @@ class GraphedModel:
             CaptureError: there is nothing to capture, or a capture fails; the error names the key.
         """
         with self._graphed.without_autograd(args, kwargs):
-            for example in _captured_examples(self, args, kwargs):
+            examples = _captured_examples(self, args, kwargs)
+            while not all(self._graphed.gives_saved_bits(*example) for example in examples):
+                self.close()
+                self._graphed.forget_forms()
+                examples = _captured_examples(self, args, kwargs)  # compiled: what was loaded is removed
+            for example in examples:
                 self._graphed.save(*example)
 
     def report(self) -> Report:

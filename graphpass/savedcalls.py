@@ -16,19 +16,23 @@ from typing import Any
 import torch
 
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.compat import dynamo, saving
+from graphpass.compat import dynamo, saving, trees
+from graphpass.errors import GraphpassError
 from graphpass.ledger import Reason
 from graphpass.options import Settings
 from graphpass.saved import (
     CALL,
     NOT_SAVED,
+    RESULT,
     Parts,
     SavedFiles,
     UnstableError,
     assumed,
+    contents_of,
     difference,
     digest,
     environment,
+    file_name,
     modules,
     sources,
     text_of,
@@ -100,6 +104,7 @@ class SavedCalls:
         if isinstance(graph, Reason):
             return graph
         saving.install_call(function, saved.call, graph)
+        self._runtime.loaded_for(function.__code__, graph.name)
         return None
 
     def save(
@@ -110,8 +115,7 @@ class SavedCalls:
         kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Trace a call with a new function of this form, and save it; the call does not run."""
-        is_loaded = self._num_loaded.get(tuple(form)) == len(self._runtime.callables())  # nothing was compiled since
-        if self._store is None or is_loaded:
+        if self._store is None or self._is_loaded(form):
             return
         graphs = self._graphs()
         graphs.recording = []
@@ -136,6 +140,45 @@ class SavedCalls:
             graphs.recording = None
         if why is not None:
             self._note("Dynamo's work is not saved", replace(why, is_expected=False))
+
+    def gives_saved_bits(self, form: Sequence[Any], args: Sequence[Any], run: Callable[[], Any]) -> bool:
+        """Whether a captured call has the result that it had when it was saved; False removes what was loaded for it.
+
+        Digests are compared, in a process that has loaded the call and compiled nothing for it, where arguments,
+        parameters and buffers have equal contents. A call that changes them, or has other bits the second time, is not.
+        """
+        if self._store is None:
+            return True
+        tensors = (
+            (*self._model.parameters(), *self._model.buffers()) if isinstance(self._model, torch.nn.Module) else ()
+        )
+        given = [*tensors, *trees.flatten(args)[0]]
+        contents = contents_of(given)
+        if contents is None:
+            return True
+        try:
+            result, again = (contents_of(trees.flatten(run())[0]) for _ in range(2))
+        except GraphpassError:  # an example above the ladder, with on_fallback="error"
+            return True
+        if result is None or result != again or contents_of(given) != contents:
+            return True
+        parts = {**self._parts(), "contents of the call": contents, "threads": str(torch.get_num_threads())}
+        name = self._name(form)
+        if not self._is_loaded(form):
+            self._store.write(name, parts, RESULT, result.encode())
+            return True
+        saved = self._store.read(file_name(name, parts, RESULT))
+        if not isinstance(saved, Reason) and saved != result.encode():  # guard: saved_bits
+            graphs = [call.file for call in self._saved.pop(tuple(form))]
+            others = (file_name(name, parts, RESULT), file_name(name, self._parts(), CALL))
+            self._store.remove(*graphs, *others)
+            self._note("not loaded", Reason("the first replay has other bits than it had when it was saved"))
+            return False
+        return True
+
+    def _is_loaded(self, form: Sequence[Any]) -> bool:
+        """Whether the calls of a form were loaded, and nothing was compiled since."""
+        return self._num_loaded.get(tuple(form)) == len(self._runtime.callables())
 
     def _name(self, form: Sequence[Any]) -> str:
         kind: Any = type(self._model) if isinstance(self._model, torch.nn.Module) else self._model

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import types
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -67,7 +69,8 @@ class GraphRuntime:
         self._wrappers: list[weakref.ref[CUDAGraphWrapper]] = []
         self._dispatchers: list[weakref.ref[_OwnsBuffers]] = []
         self._callables: list[CallableRecord] = []
-        self._captured_frames: set[int | None] = set()
+        self._captured_ahead: set[str] = set()
+        self._loaded: list[tuple[weakref.ref[types.CodeType], str]] = []  # (code of a function, its loaded callable)
         self._retraced_for: str | None = None  # the first reason: one warning stands for all callables
         self._owned: dict[type, Any] = {}
         self._serves_calls = False
@@ -213,7 +216,7 @@ class GraphRuntime:
         """Drop all graphs and free the pool; callables still run, without graphs, and can be captured again."""
         for owner in (*self._alive(), *_existing(self._dispatchers)):
             owner.close()
-        self._captured_frames.clear()
+        self._captured_ahead.clear()
         self.lease.close()
 
     def __reduce__(self) -> tuple[type[GraphRuntime], tuple[()]]:
@@ -273,15 +276,23 @@ class GraphRuntime:
                 at=record.name,
             )
 
+    def loaded_for(self, code: types.CodeType, name: str) -> None:
+        """Record that a callable was loaded for a function with this code, before Dynamo gave it the id of a frame."""
+        self._loaded.append((weakref.ref(code), name))
+
+    def compiles_frame(self, frame: int | None, code: types.CodeType | None) -> None:
+        """Give the callables that were loaded for a function the id of its frame, which Dynamo compiles now."""
+        names = {name for of, name in self._loaded if of() is code is not None}
+        self._callables = [replace(own, frame=frame) if own.name in names else own for own in self._callables]
+
     def captured_ahead(self, names: Iterable[str]) -> None:
-        """Record that the functions of these callables were captured before they serve calls."""
-        names = set(names)
-        self._captured_frames |= {known.frame for known in self._callables if known.name in names}
+        """Record that these callables were captured before they serve calls."""
+        self._captured_ahead |= set(names)
 
     def is_captured_ahead(self, frame: int | None) -> bool:
         """Whether a function, by the id of its frame, was captured ahead, and the caller has no capture scope open."""
-        is_known = frame in self._captured_frames or None in self._captured_frames  # None: loaded, for no frame yet
-        return is_known and not self.scopes.is_mine()
+        of_frame = {known.name for known in self._callables if known.frame == frame is not None}
+        return not of_frame.isdisjoint(self._captured_ahead) and not self.scopes.is_mine()
 
     def owned(self, kind: type[_Owned]) -> _Owned:
         """This runtime's single instance of ``kind``, created at first use; compilers share state through it."""

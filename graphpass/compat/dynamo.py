@@ -35,10 +35,14 @@ def _translator() -> Any | None:
     """Dynamo's state of the frame that it is compiling in this thread; None outside of a compilation."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    try:
+    with contextlib.suppress(AttributeError):
         return InstructionTranslator.current_tx()
-    except AttributeError:
-        return None
+    return None
+
+
+def frame_code() -> types.CodeType | None:
+    """The code of the Python frame that Dynamo is compiling; None outside of a compilation."""
+    return getattr(_translator(), "f_code", None)
 
 
 def argument_aliases() -> dict[str, str]:

@@ -39,13 +39,17 @@ class CannotSaveError(Exception):
 
 @contextlib.contextmanager
 def serializable() -> Iterator[None]:
-    """Within the body, Inductor's artifacts can be saved, on every torch that can; they are compiled anew."""
+    """Within the body, artifacts are compiled so that they can be saved, on every torch that can; they are new ones."""
     from torch._functorch import config as aot_config
 
     if torch_attribute(_CAN_SAVE) is None:
         yield
         return
+    from torch._dynamo.backends import debugging
+
     patch = {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True, "enable_autograd_cache": True}
+    if hasattr(debugging, "AOTEagerOutputCode"):  # then artifacts of aot_eager can be saved, too
+        patch["force_autograd_cache"] = True
     # A result from the cache would come without the aten graph that the proofs read: no entry has this tag.
     config: Any = torch.compiler.config
     with aot_config.patch(patch), config.patch(cache_key_tag=next(_NONCE)):

@@ -1,10 +1,11 @@
 """Saved starts: a directory of artifacts, and what has to be equal for one to be used. See Note [Saved starts]."""
 
-from graphpass.saved.directory import CALL, GRAPH, NOT_SAVED, SavedFile, SavedFiles, file_name
+from graphpass.saved.directory import CALL, GRAPH, NOT_SAVED, RESULT, SavedFile, SavedFiles, file_name
 from graphpass.saved.fingerprint import (
     Parts,
     UnstableError,
     assumed,
+    contents_of,
     difference,
     digest,
     environment,
@@ -18,11 +19,13 @@ __all__ = [
     "CALL",
     "GRAPH",
     "NOT_SAVED",
+    "RESULT",
     "Parts",
     "SavedFile",
     "SavedFiles",
     "UnstableError",
     "assumed",
+    "contents_of",
     "difference",
     "digest",
     "environment",

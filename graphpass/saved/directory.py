@@ -20,8 +20,8 @@ from graphpass.saved.fingerprint import Parts, difference, digest
 _MAGIC = b"graphpass saved start 1\n"
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _UNFINISHED = ".writing-"
-GRAPH, CALL = KINDS = (".graph", ".call")
-"""The suffixes of the files: partition and artifacts of a graph, and Dynamo's work for calls of a model."""
+GRAPH, CALL, RESULT = KINDS = (".graph", ".call", ".result")
+"""The suffixes of the files: partition and artifacts of a graph, Dynamo's work for calls, and a digest of a result."""
 
 NOT_SAVED = Reason("nothing was saved for it", is_expected=True)
 
@@ -119,6 +119,11 @@ class SavedFiles:
         except OSError as error:
             return Reason(f"{self.path} cannot be written: {error.strerror}", "name a directory that you can write to")
         return file_for
+
+    def remove(self, *names: str) -> None:
+        """Remove files, so that the next start writes them anew."""
+        for name in names:
+            (self.path / name).unlink(missing_ok=True)
 
     def _named(self, prefix: str, suffix: str) -> list[str]:
         """The names that begin and end so, the newest first."""

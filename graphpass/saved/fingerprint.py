@@ -30,6 +30,7 @@ Parts: TypeAlias = dict[str, str]
 _NUMBERS_AND_TEXT = (type(None), type(Ellipsis), type(NotImplemented), bool, int, float, complex, str, bytes)
 _PLAIN = (*_NUMBERS_AND_TEXT, torch.dtype, torch.device, torch.layout, torch.memory_format, Path)
 _CONTAINERS = (tuple, list, dict, set, frozenset)
+_MOST_BYTES = 1 << 30
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
 
 
@@ -92,6 +93,27 @@ def text_of(value: Any) -> str:
 
 def _named(kind: Any) -> str:
     return f"{getattr(kind, '__module__', '')}.{getattr(kind, '__qualname__', getattr(kind, '__name__', '?'))}"
+
+
+def contents_of(values: Iterable[Any]) -> str | None:
+    """A digest of the contents of tensors and plain values; None if they are more than 1 GiB or have no such text."""
+    found, num_bytes, hashed = list(values), 0, hashlib.sha256()
+    for value in found:
+        is_tensor = isinstance(value, torch.Tensor)
+        if is_tensor and (value.layout is not torch.strided or value.is_quantized):
+            return None
+        num_bytes += value.nbytes if is_tensor else 0
+    if num_bytes > _MOST_BYTES:
+        return None
+    for value in found:
+        try:
+            hashed.update((brief(value) if isinstance(value, torch.Tensor) else text_of(value)).encode())
+        except UnstableError:
+            return None
+        if isinstance(value, torch.Tensor):
+            plain = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            hashed.update(plain.numpy().data)
+    return hashed.hexdigest()
 
 
 def code_of(function: Any) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import shutil
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +37,11 @@ class Fault:
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
 
+EAGER = "eager_on_recompile"
+unless_loaded = torch.compiler.set_stance
+"""What is not loaded runs without a compilation, which takes a second; what is loaded by mistake runs all the same."""
+
+
 def of_kind(kind: str) -> Callable[[Path], list[Path]]:
     return lambda folder: sorted(folder.glob(f"*.{kind}"))
 
@@ -58,13 +66,14 @@ def linked(path: Path) -> None:
 
 
 def other_contents(path: Path) -> None:
-    import hashlib
-    import json
+    rewritten(path, b"nothing")
 
+
+def rewritten(path: Path, contents: bytes) -> None:
     magic, header, _ = path.read_bytes().split(b"\n", 2)
     parsed = json.loads(header)
-    parsed["sha256"] = hashlib.sha256(b"nothing").hexdigest()
-    path.write_bytes(b"\n".join((magic, json.dumps(parsed).encode(), b"nothing")))
+    parsed["sha256"] = hashlib.sha256(contents).hexdigest()
+    path.write_bytes(b"\n".join((magic, json.dumps(parsed).encode(), contents)))
 
 
 def set_data(model: Stack, _: Any) -> None:
@@ -201,10 +210,10 @@ def test_a_fault_is_harmless_or_a_miss(
     counters.clear()
     model = stack()
     handle = fault.model(model, monkeypatch)
-    fault.files(folder)
+    is_changed = fault.files(folder) is not None
     try:
         fast = gp.graphed(model, **{**OPTIONS, **fault.options}, warm_start=folder)
-        with fault.around(), torch.no_grad():
+        with fault.around(), torch.no_grad(), unless_loaded("default" if is_changed else EAGER):
             for rows in (4, 3, 4, 3, 4):
                 x = example(rows).to(next(model.parameters()).dtype)
                 torch.testing.assert_close(fast(x), model(x))
@@ -243,15 +252,33 @@ def test_changes_after_a_load_are_seen(saved: Path, monkeypatch: pytest.MonkeyPa
     fast = gp.graphed(model, **OPTIONS, warm_start=saved)
     x = example()
     torch.testing.assert_close(fast(x), model(x))
-    for change in (
-        lambda: monkeypatch.setattr(of, "bent", doubling),
-        lambda: setattr(model.layers[0].norm, "eps", 0.5),
-        lambda: setattr(model.layers[1], "act", nn.GELU()),
-        lambda: setattr(model.layers[0], "scale", 7.0),
+    for change, stance in (
+        (lambda: monkeypatch.setattr(of, "bent", doubling), EAGER),
+        (lambda: setattr(model.layers[0].norm, "eps", 0.5), EAGER),
+        (lambda: setattr(model.layers[1], "act", nn.GELU()), EAGER),
+        (lambda: setattr(model.layers[0], "scale", 7.0), "default"),
     ):
         change()
         for _ in range(3):
-            torch.testing.assert_close(fast(x), model(x))
+            with unless_loaded(stance):
+                torch.testing.assert_close(fast(x), model(x))
+
+
+def test_other_bits_than_those_that_were_saved_are_noticed(saved: Path, tmp_path: Path) -> None:
+    """A constant of the artifacts is another one, in a file that is whole."""
+    folder = Path(shutil.copytree(saved, tmp_path / "starts"))
+    (path,) = of_kind("graph")(folder)
+    contents = path.read_bytes().split(b"\n", 2)[2]
+    assert struct.pack(">d", 0.5) in contents
+    rewritten(path, contents.replace(struct.pack(">d", 0.5), struct.pack(">d", 0.75)))
+    for is_noticed in (True, False):
+        torch.compiler.reset()
+        model = stack()
+        fast = gp.graphed(model, **OPTIONS, warm_start=folder)
+        fast.capture(example())
+        torch.testing.assert_close(fast(example()), model(example()))
+        assert any("other bits" in note for note in fast.runtime.notes) == is_noticed
+        assert (fast.runtime.compiled() > 0) == is_noticed
 
 
 def test_the_directory_is_of_ones_own(tmp_path: Path) -> None:

@@ -19,33 +19,19 @@ from typer.testing import CliRunner
 import graphpass as gp
 from graphpass.cli.app import app
 from graphpass.ledger import Reason
+from graphpass.regions.execute import value_of
+from graphpass.regions.split import Partition, partition
 from graphpass.saved import GRAPH, SavedFiles, directory, environment, fingerprint
 from tests.unit.saved import stack as of
-from tests.unit.saved.stack import INPUTS, OPTIONS, Broken, Stack, example, stack
+from tests.unit.saved.stack import INPUTS, OPTIONS, Broken, Stack, assert_right, compiled, example, stack
 
-RAW = {**OPTIONS, "dispatch": "auto"}
 LOADS = """
 import sys
-from tests.unit.saved import test_start
-fast = test_start.compiled(sys.argv[1])
-test_start.assert_right(fast)
-assert fast.runtime.compiled() == int(sys.argv[2]), dict(fast.runtime.notes)
+from tests.unit.saved import stack
+fast = stack.compiled(sys.argv[1])
+stack.assert_right(fast)
+assert fast.runtime.compiled() == 0, dict(fast.runtime.notes)
 """
-
-
-def compiled(folder: Any, **options: Any) -> Any:
-    runtime, model = gp.GraphRuntime(), stack()
-    fast = torch.compile(
-        model, backend="cgpass", dynamic=True, options={**RAW, "runtime": runtime, "warm_start": folder, **options}
-    )
-    fast.runtime, fast.eager = runtime, model
-    return fast
-
-
-def assert_right(fast: Any) -> None:
-    with torch.no_grad():
-        for rows in (4, 3, 4):
-            torch.testing.assert_close(fast(example(rows)), fast.eager(example(rows)))
 
 
 def missed(fast: Any) -> str:
@@ -60,11 +46,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_torch_compile_loads_what_another_process_saved(tmp_path: Path) -> None:
-    root, folder = Path(__file__).parents[3], str(tmp_path / "starts")
-    for seed, num_compiled in (("7", "3"), ("8", "0")):
-        environ = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": f"{root}:{root / 'backends'}"}
-        subprocess.run([sys.executable, "-c", LOADS, folder, num_compiled], check=True, env=environ, cwd=root)
+def test_torch_compile_loads_what_another_process_saved(saved: Path) -> None:
+    root = Path(__file__).parents[3]
+    environ = {**os.environ, "PYTHONHASHSEED": "8", "PYTHONPATH": f"{root}:{root / 'backends'}"}
+    subprocess.run([sys.executable, "-c", LOADS, str(saved)], check=True, env=environ, cwd=root)
 
 
 @pytest.mark.parametrize(
@@ -149,6 +134,42 @@ def test_a_saved_call_has_the_guards_of_its_compilation(tmp_path: Path) -> None:
         fast.capture(example(8))
         for rows in (8, 6, 3, 2):
             torch.testing.assert_close(fast(example(rows)), model(example(rows)))
+
+
+def test_a_saved_call_has_the_guards_of_its_artifacts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def assuming(graph_module: torch.fx.GraphModule, *splitting_ops: Any) -> Partition:
+        *_, given = graph_module.graph.find_nodes(op="placeholder")
+        assert value_of(given).shape[0] > 5
+        return partition(graph_module, *splitting_ops)
+
+    monkeypatch.setattr("cgpass.pipeline.partition", assuming)
+    for _ in range(2):
+        torch.compiler.reset()
+        counters.clear()
+        options = {"compiler": "eager", "progress": False, "warm_start": tmp_path / "starts"}
+        fast = gp.graphed(of.bent, [6, 12], {"x": 0}, **options)
+        fast.capture(example(12))
+    for rows in (12, 9):
+        torch.testing.assert_close(fast(example(rows)), of.bent(example(rows)))
+    assert not counters["frames"]
+    monkeypatch.undo()
+    torch.testing.assert_close(fast(example(3)), of.bent(example(3)))
+    assert counters["frames"], "the saved call ran with a size for which its artifact was not compiled"
+
+
+def test_only_a_compilation_of_the_loaded_function_is_late(tmp_path: Path) -> None:
+    for _ in range(2):
+        torch.compiler.reset()
+        runtime, model = gp.GraphRuntime(), stack()
+        strict = {"runtime": runtime, "on_fallback": "error"}
+        fast = gp.graphed(model, **{**OPTIONS, **strict}, warm_start=tmp_path / "starts")
+        fast.capture(example())
+    assert runtime.compiled() == 0
+    other = gp.graphed(model.layers[0].act, compiler="eager", **strict)
+    torch.testing.assert_close(other(example()), example().relu())
+    model.layers[0].scale = 7.0
+    with pytest.raises(gp.GraphpassError, match="captured ahead"):
+        fast(example())
 
 
 def test_the_gpu_is_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
