@@ -181,7 +181,7 @@ class SavedCalls:
         return self._num_loaded.get(tuple(form)) == len(self._runtime.callables())
 
     def _name(self, form: Sequence[Any]) -> str:
-        kind: Any = type(self._model) if isinstance(self._model, torch.nn.Module) else self._model
+        kind: Any = self._model if hasattr(self._model, "__qualname__") else type(self._model)
         return digest(kind.__module__, kind.__qualname__, tuple(form))
 
     def _parts(self) -> Parts:

@@ -62,6 +62,8 @@ class GraphIdentity:
         names = [(given.source_name, given.label, given.is_static, sorted(given.marked_dims)) for given in inputs]
         effects = [(effect.text, effect.keeps_tensor) for effect in side_effects]
         ends = None if ends_early is None else ends_early.why
+        if saving.calls_triton(graph_module):  # guard: saved_kernels
+            return Reason("neither saved nor loaded: the model calls a Triton kernel of its own", _SEE_SAVED)
         devices = {given.value.device for given in inputs if isinstance(given.value, torch.Tensor)}
         try:
             parts = _parts(settings, devices, (node.target for node in graph_module.graph.nodes))

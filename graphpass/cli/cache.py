@@ -50,5 +50,5 @@ def _why_unusable(file: SavedFile) -> str | None:
 
     now = environment([torch.device("cuda")] if torch.cuda.is_available() and "GPU" in file.parts else [])
     names = ("Python", "torch", "graphpass", "processor", "GPU", "CUDA", "Triton")
-    found = difference({n: file.parts[n] for n in names if n in file.parts}, now)
+    found = difference({n: file.parts[n] for n in names if n in file.parts}, {n: now[n] for n in names if n in now})
     return None if found is None else found.why

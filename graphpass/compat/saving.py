@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import dis
 import functools
 import importlib
 import inspect
@@ -194,7 +195,14 @@ def record_call(
     """
     from torch._dynamo.package import CompilePackage
 
-    package, assumed, of_model = CompilePackage(function), dict[str, Any](), list[Any]()
+    traced = list[types.CodeType]()
+
+    class Package(CompilePackage):
+        def add_inlined_source(self, sources: Any) -> None:
+            traced.extend(sources)
+            super().add_inlined_source(sources)
+
+    package, assumed, of_model = Package(function), dict[str, Any](), list[Any]()
 
     def keep(entries: Sequence[Any]) -> list[bool]:
         of_model.clear()
@@ -217,8 +225,20 @@ def record_call(
         pass
     except Exception as error:
         raise CannotSaveError(str(error).strip().partition("\n")[0]) from error
+    for code in traced:
+        require_lasting(code)  # guard: saved_lasting
     call = _traced_call(function, inspect.signature(function).bind(*args, **kwargs).arguments, package, of_model)
     return call, assumed, {source.module for source in package._source_info.inlined_sources}
+
+
+def require_lasting(code: types.CodeType) -> None:
+    """Refuse traced code whose meaning Dynamo does not guard and another process may not share."""
+    if code is os.getenv.__code__:
+        raise CannotSaveError("the trace reads os.getenv, which nothing guards; os.environ is guarded")
+    for one, following in itertools.pairwise(dis.get_instructions(code)):
+        held = one.argval if one.opname == "LOAD_CONST" and following.opname != "CONTAINS_OP" else None
+        if isinstance(held, frozenset) and any(isinstance(item, str) for item in held) and len(held) > 1:
+            raise CannotSaveError(f"{code.co_name} iterates over a set of strings, in an order of this process's own")
 
 
 def _traced_call(
@@ -249,6 +269,12 @@ def _traced_call(
         )
     except Exception as error:
         raise CannotSaveError(f"a guard: {error}") from error
+
+
+def calls_triton(graph_module: fx.GraphModule) -> bool:
+    """Whether a graph calls a Triton kernel of the user: its node has the kernel's number in this process, no code."""
+    graphs = [module.graph for module in graph_module.modules() if isinstance(module, fx.GraphModule)]
+    return any("triton_kernel_wrapper" in str(node.target) for graph in graphs for node in graph.nodes)
 
 
 def _name_of(guard: Any) -> str:
@@ -332,9 +358,25 @@ def install_call(function: Callable[..., Any], call: TracedCall, graph: Callable
     _load_precompile_entry(function.__code__, manager, marshal.loads(call.code))
 
 
-def implementation_of(op: str) -> Callable[..., Any] | None:
-    """The Python function behind a custom operator, ``mylib.attention.default``; None if torch knows none."""
-    from torch._library.custom_ops import OPDEFS
+_OF_TORCH = frozenset({"aten", "prim", "prims", "quantized", "inductor", "higher_order", "c10d", "_c10d_functional"})
 
-    definition: Any = OPDEFS.get("::".join(op.split(".")[:2]))
-    return None if definition is None else inspect.unwrap(definition._init_fn)
+
+def implementations_of(op: str) -> list[Callable[..., Any]] | None:
+    """The Python functions behind an operator, ``mylib.attention.default``; none for one in C++.
+
+    None: a compiler takes the operator apart, and torch does not say by which code.
+    """
+    from torch._library.custom_ops import OPDEFS
+    from torch._library.simple_registry import singleton
+
+    name = "::".join(op.split(".")[:2])
+    definition: Any = OPDEFS.get(name)
+    entry = singleton.get(name)
+    fake = None if entry is None or entry.fake_impl.kernel is None else entry.fake_impl.kernel.func
+    if definition is not None:
+        given = (definition._init_fn, definition._abstract_fn, *definition._backend_fns.values())
+        return [function for function in (*given, fake) if function is not None]
+    is_known = name.partition("::")[0] in _OF_TORCH or not torch._C._dispatch_has_kernel(name)
+    if not is_known and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
+        return None
+    return [] if fake is None else [fake]

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import platform
 import sys
 import types
@@ -31,6 +32,8 @@ _NUMBERS_AND_TEXT = (type(None), type(Ellipsis), type(NotImplemented), bool, int
 _PLAIN = (*_NUMBERS_AND_TEXT, torch.dtype, torch.device, torch.layout, torch.memory_format, Path)
 _CONTAINERS = (tuple, list, dict, set, frozenset)
 _MOST_BYTES = 1 << 30
+_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, type)
+_WITHOUT_METHODS = (*_PLAIN, *_CONTAINERS, *_FUNCTIONS, torch.Tensor, torch.nn.Module)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
 
 
@@ -57,7 +60,10 @@ def digest(*values: Any) -> str:
     Raises:
         UnstableError: a value has no such text.
     """
-    return hashlib.sha256("\n".join(map(text_of, values)).encode()).hexdigest()
+    try:
+        return hashlib.sha256("\n".join(map(text_of, values)).encode()).hexdigest()
+    except RecursionError as error:
+        raise UnstableError("an object contains itself") from error
 
 
 def text_of(value: Any) -> str:
@@ -124,18 +130,18 @@ def code_of(function: Any) -> str:
     code = getattr(inner, "__code__", None)
     if code is None:
         return _named(function)
-    held = [_cell_text(cell) for cell in inner.__closure__ or ()]
+    held = [[brief(value) for value in _contents(cell) if value is not inner] for cell in inner.__closure__ or ()]
     defaults = [*map(brief, inner.__defaults__ or ()), brief(inner.__kwdefaults__)]
     shown = hashlib.sha256(f"{_code_text(code)} {held} {defaults}".encode()).hexdigest()
     return f"{_named(inner)} #{shown[:16]}"
 
 
-def _cell_text(cell: Any) -> str:
-    """What a variable of an enclosing function holds."""
+def _contents(cell: types.CellType) -> list[Any]:
+    """What a variable of an enclosing function holds; nothing before it is set."""
     try:
-        return brief(cell.cell_contents)
+        return [cell.cell_contents]
     except ValueError:
-        return "empty"
+        return []
 
 
 def _code_text(code: types.CodeType) -> str:
@@ -158,9 +164,11 @@ def brief(value: Any) -> str:
         scalars = [repr(item) for item in value if isinstance(item, _PLAIN)]  # of a dict, its keys
         ordered = sorted(scalars) if isinstance(value, (set, frozenset)) else scalars
         return f"{_named(type(value))} of {len(value)} {ordered}"
+    if isinstance(value, Mapping):  # such as the environment, whose values may be secrets
+        return f"{_named(type(value))} #{digest(*value.items())[:16]}"
     try:
         return text_of(value)
-    except UnstableError:
+    except (UnstableError, RecursionError):
         return f"a {_named(type(value))}"
 
 
@@ -171,16 +179,25 @@ def environment(devices: Iterable[torch.device]) -> Parts:
     """Versions, and the hardware of the devices."""
     cuda = next((device for device in devices if device.type == "cuda"), None)
     parts = {
-        "Python": f"{sys.implementation.name} {sys.version_info} {platform.python_build()}",  # guard: saved_python
+        "Python": f"{sys.version} {platform.python_build()} optimized {sys.flags.optimize}",  # guard: saved_python
         "torch": f"{torch.__version__} {torch.version.git_version}",  # guard: saved_torch
         "graphpass": _own_source(),  # guard: saved_graphpass
         "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",  # guard: saved_processor
+        "rank": _rank(),  # guard: saved_rank
     }
     if cuda is not None:
         name, capability = torch.cuda.get_device_name(cuda), torch.cuda.get_device_capability(cuda)
         parts["GPU"] = f"{name} {capability}"  # guard: saved_gpu
         parts |= _cuda()
     return parts
+
+
+def _rank() -> str:
+    """This process's place in its group, which a trace reads without a guard."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return "no process group"
+    return f"{distributed.get_rank()} of {distributed.get_world_size()}, {distributed.get_backend()}"
 
 
 def _cuda() -> Parts:
@@ -193,14 +210,86 @@ _IMPLEMENTATION = "the implementation of "
 
 
 def implementations(of: Iterable[Any]) -> Parts:
-    """The Python code of each custom operator among the targets of a graph's nodes, or the names of saved parts."""
+    """The Python code behind each custom operator among the targets of a graph's nodes, or the names of saved parts.
+
+    Raises:
+        UnstableError: a compiler looks into an operator whose code torch does not hand out.
+    """
     names = [
         str(op).removeprefix(_IMPLEMENTATION)
         for op in of
         if isinstance(op, (operators.OpOverload, operators.OpOverloadPacket)) or str(op).startswith(_IMPLEMENTATION)
     ]
-    found = {name: saving.implementation_of(name) for name in sorted(set(names))}
-    return {f"{_IMPLEMENTATION}{name}": code_of(code) for name, code in found.items() if code is not None}
+    found = {name: saving.implementations_of(name) for name in sorted(set(names))}
+    hidden = next((name for name, code in found.items() if code is None), None)
+    if hidden is not None:  # guard: saved_composites
+        raise UnstableError(f"the operator {hidden} is made of others by code that torch does not hand out")
+    return {f"{_IMPLEMENTATION}{name}": reached(code) for name, code in found.items() if code}
+
+
+def reached(functions: Iterable[Any]) -> str:
+    """A digest of functions and of the Python code and values that they reach by name.
+
+    What is of torch or the standard library is of their versions. Methods that are reached through objects are not
+    followed.
+    """
+    found: dict[int, Any] = {}
+    texts: list[str] = []
+    todo = list(functions)
+    while todo:
+        function = inspect.unwrap(todo.pop())
+        code = getattr(function, "__code__", None)
+        if id(function) in found or code is None:
+            continue
+        found[id(function)] = function
+        texts.append(code_of(function))
+        names = _names_in(code)
+        held = [(n, function.__globals__[n]) for n in names if n in function.__globals__]
+        held += [("", value) for cell in function.__closure__ or () for value in _contents(cell)]
+        held += [(n, vars(value)[n]) for _, value in held if _is_own_module(value) for n in names if n in vars(value)]
+        for name, value in held:
+            inner = getattr(value, "fn", value)  # of a Triton kernel, its function
+            todo += [item for item in _code_in(inner) if _is_own(item)]
+            texts.append(f"{name} {brief(value)}")
+    return hashlib.sha256("\n".join(sorted(texts)).encode()).hexdigest()[:16]
+
+
+def _names_in(code: types.CodeType) -> dict[str, None]:
+    nested = [name for inner in code.co_consts if isinstance(inner, types.CodeType) for name in _names_in(inner)]
+    return dict.fromkeys((*code.co_names, *nested))
+
+
+def _is_own(value: Any) -> bool:
+    """Whether code or a module is neither torch's nor of the standard library."""
+    name = getattr(value, "__module__", None) or getattr(value, "__name__", "")
+    return str(name).partition(".")[0] not in sys.stdlib_module_names | {"torch", "triton", "numpy", "sympy"}
+
+
+def _is_own_module(value: Any) -> bool:
+    return isinstance(value, types.ModuleType) and _is_own(value)
+
+
+def _code_in(value: Any) -> list[Any]:
+    """The functions that a function, a property, a class or a container of these consists of."""
+    if isinstance(value, property):
+        return [part for part in (value.fget, value.fset) if part is not None]
+    if isinstance(value, type):
+        return [part for held in vars(value).values() if not isinstance(held, type) for part in _code_in(held)]
+    if isinstance(value, (tuple, list, dict)):
+        items = value.values() if isinstance(value, dict) else value
+        return [part for item in items if not isinstance(item, (tuple, list, dict)) for part in _code_in(item)]
+    inner = inspect.unwrap(getattr(value, "__func__", value)) if callable(value) or hasattr(value, "__func__") else None
+    return [inner] if isinstance(inner, types.FunctionType) else []
+
+
+def _class_code(kind: type) -> str:
+    """A digest of all methods of a class, those that were patched included."""
+    named = [(base, name, held) for base in kind.__mro__ for name, held in vars(base).items()]
+    # Dynamo patches two of its base class, when it first traces.
+    by_dynamo = {(torch.nn.Module, "__init__"), (torch.nn.Module, "__setstate__")}
+    own = [(name, held) for base, name, held in named if (base, name) not in by_dynamo]
+    texts = [f"{name} {code_of(function)}" for name, held in own for function in _code_in(held)]
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
 
 @functools.cache
@@ -217,7 +306,7 @@ def _own_source() -> str:
 def modules(model: Any) -> Parts:
     """The tree of a model's modules: classes, attributes, hooks, code of forward, and layouts of its tensors."""
     if not isinstance(model, torch.nn.Module):
-        return {"the function": code_of(model)}
+        return {"the function": _function(model)}
     parts = {"hooks of all modules": _hooks(torch.nn.modules.module, "_global")}  # guard: saved_global_hooks
     for path, module in model.named_modules():
         own = vars(module)
@@ -229,11 +318,19 @@ def modules(model: Any) -> Parts:
         named = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
         tensors = [(name, brief(tensor)) for name, tensor in named]
         place = f"module {path!r}" if path else "the model"
-        parts[f"{place}: class"] = f"{_named(type(module))} {code_of(type(module).forward)}"  # guard: saved_forward
+        parts[f"{place}: class"] = f"{_named(type(module))} {_class_code(type(module))}"  # guard: saved_forward
         parts[f"{place}: attributes"] = str(scalars)  # guard: saved_attributes
         parts[f"{place}: hooks"] = _hooks(module, "")  # guard: saved_hooks
         parts[f"{place}: tensors"] = str(tensors)  # guard: saved_tensors
     return parts
+
+
+def _function(model: Any) -> str:
+    """A function, or an object that is called like one."""
+    try:
+        return text_of(model)
+    except UnstableError:
+        return f"{brief(model)} {_class_code(type(model))}"
 
 
 def _hooks(owner: Any, prefix: str) -> str:
@@ -243,17 +340,32 @@ def _hooks(owner: Any, prefix: str) -> str:
 
 def assumed(values: Mapping[str, Any]) -> Parts:
     """What a trace assumes of the model and of global variables: {expression: value}."""
-    return {f"the value of {expression}": brief(value) for expression, value in values.items()}
+    return {f"the value of {expression}": _read(value) for expression, value in values.items()}
+
+
+def _read(value: Any) -> str:
+    """A value that a trace read; of an object, the code of its class too."""
+    if isinstance(value, (set, frozenset)):  # a trace may iterate it, in the order of this process
+        return f"{brief(value)}, iterated as {[repr(item) for item in value if isinstance(item, _PLAIN)]}"
+    text = brief(value)
+    # guard: saved_methods
+    return text if isinstance(value, _WITHOUT_METHODS) else f"{text} {_class_code(type(value))}"
 
 
 def sources(names: Iterable[str]) -> Parts:
-    """A digest of the file of each Python module; torch's own are of its version."""
-    files = {name: _source_of(name) for name in sorted(names) if not name.startswith("torch.")}
-    return {f"the source of {name}": hashlib.sha256(text).hexdigest()[:16] for name, text in files.items()}
+    """A digest of the file of each Python module and of its code as it is now; torch's own are of its version."""
+    return {f"the source of {name}": _source_digest(name) for name in sorted(names) if not name.startswith("torch.")}
 
 
-def _source_of(name: str) -> bytes:
+def _source_digest(name: str) -> str:
+    module = importlib.import_module(name)
+    own = {n: held for n, held in vars(module).items() if getattr(held, "__module__", name) == name}
+    texts = [f"{n} {code_of(part)}" for n, held in own.items() for part in _code_in(held)]  # guard: saved_code
+    return hashlib.sha256(_source_of(module) + "\n".join(texts).encode()).hexdigest()[:16]
+
+
+def _source_of(module: types.ModuleType) -> bytes:
     try:
-        return Path(str(importlib.import_module(name).__file__)).read_bytes()
-    except (ImportError, OSError, AttributeError):
+        return Path(str(module.__file__)).read_bytes()
+    except (OSError, AttributeError):
         return b""

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,17 +144,21 @@ FAULTS = [
     Fault("a hook of all modules", "hooks of all modules", global_hook),
     Fault("a patched forward", "attributes differs", lambda m, _: setattr(m.layers[0], "forward", lambda x: x * 5)),
     Fault("a patched forward of a class", "class differs", patched(of.Layer, "forward", lambda self, x: x * 5)),
+    Fault("a patched method of a class", "class differs", patched(of.Norm, "divided", lambda self, x: x * 5)),
+    Fault("a patched method of an object", "differs", patched(of.Bend, "apply", lambda self, x: x * 5)),
     Fault("an unread attribute", "attributes differs", attribute("note", "unread")),
     # code
-    Fault("a patched function of the module", "the value of", patched(of, "bent", doubling)),
-    Fault("another default of a function", "the value of", lambda m, p: p.setattr(of.bent, "__defaults__", (0.25,))),
+    Fault("a patched function of the module", "the source of", patched(of, "bent", doubling)),
+    Fault("another default of a function", "the source of", lambda m, p: p.setattr(of.bent, "__defaults__", (0.25,))),
     Fault("another splitting op", "the implementation of", patched(of.mixed, "_init_fn", doubling)),
-    Fault("an edited file", "the source of", patched(fingerprint, "_source_of", lambda name: b"edited")),
+    Fault("an edited file", "the source of", patched(fingerprint, "_source_of", lambda module: b"edited")),
     # environment
     Fault("another Python", "Python differs", patched(fingerprint.platform, "python_build", lambda: ("other", ""))),
     Fault("another torch", "torch differs", patched(fingerprint.torch.version, "git_version", "other")),
     Fault("another graphpass", "graphpass differs", patched(fingerprint, "_own_source", lambda: "other")),
     Fault("another processor", "processor differs", patched(fingerprint.platform, "machine", lambda: "z80")),
+    Fault("assertions left out", "Python differs", patched(fingerprint.sys, "flags", SimpleNamespace(optimize=1))),
+    Fault("another rank", "rank differs", patched(fingerprint, "_rank", lambda: "1 of 2")),
     Fault("autocast", "settings of the compiler", around=lambda: torch.autocast("cpu", torch.bfloat16)),
     Fault(
         "another default type",

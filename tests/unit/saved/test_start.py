@@ -92,10 +92,15 @@ class Flipping(Stack):
         return super().forward(x)
 
 
+class FromEnvironment(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (2 if os.getenv("HOME") else 3)
+
+
 @pytest.mark.parametrize(
     ("kind", "says"),
-    [(Broken, "graph break"), (Flipping, "sets the attribute 'is_odd'")],
-    ids=["graph break", "state"],
+    [(Broken, "graph break"), (Flipping, "sets the attribute 'is_odd'"), (FromEnvironment, "os.getenv")],
+    ids=["graph break", "state", "environment"],
 )
 def test_what_cannot_be_saved_is_said(kind: type[Stack], says: str, tmp_path: Path) -> None:
     torch.compiler.reset()
