@@ -33,12 +33,12 @@ def lost_fusions(parts: Partition, *, serves_full: bool) -> Iterator[tuple[str, 
     of the sum are pointwise; the output of a region is a user that is not. The ``addmm`` needs a copy of the residual,
     and no reader of the sum is fused with it. The criterion is Inductor's, applied to the whole graph: the product has
     two dimensions (with three, a view lies between product and sum), no bias and no other user; the residual has the
-    sum's shape and dtype; and all users of the sum are pointwise, through views. Where one is not, as ``layer_norm``, a
-    product or the splitting op itself, the whole graph has the ``addmm``, too.
+    sum's shape and dtype (a row, as a bias, is not copied); and all users of the sum are pointwise, through views. Where
+    one is not, as ``layer_norm``, a product or the splitting op itself, the whole graph has the ``addmm``, too.
 
     **Two pointwise operators or reductions**, of which the second is the first reader of the first one's result, with
     the same shape or as a reduction. Nothing in between can depend on the result, so one kernel could do both. It must
-    save a kernel: either the splitting op is one of the two, as the reader with no other computed operand. Or both are
+    save a kernel. Either the splitting op is one of the two, as the reader with no other computed operand. Or both are
     captured, all readers of the result are in later captured regions, and no other kernel of its region could compute
     it: of its operands, back to those that are neither pointwise nor reductions nor views, none has a second reader
     that could be fused.
@@ -100,8 +100,10 @@ class _Uses:
         at, reader = self._at[node.graph], self._readers[self._names[node]][0]
         op, before, after = display_name(node), self.region(node), self.region(reader)
         cut = before if before.kind == "eager" else self._regions[at + 1]
-        if before.kind == "captured" and _is_residual_sum(node):
-            if not all(map(self._is_pointwise_use, self._users(node))):
+        residual = _added_to_product(node)
+        if before.kind == "captured" and residual is not None:
+            copies = is_accelerator(value_of(node).device) and _shape(residual) == _shape(node)
+            if not copies or not all(map(self._is_pointwise_use, self._users(node))):
                 return None
             why = f"the result of {op} leaves its region, so that Inductor adds inside the matrix product and fuses "
             return cut, node, f"{why}nothing that reads it", "split where no such sum passes by"
@@ -144,14 +146,13 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
-def _is_residual_sum(node: fx.Node) -> bool:
-    """Whether a node is a product of matrices plus a tensor of its shape, on an accelerator."""
-    total = value_of(node)
+def _added_to_product(node: fx.Node) -> fx.Node | None:
+    """What a node adds to a product of matrices, if Inductor may do both at once; else None."""
     terms = [term for term in node.args if isinstance(term, fx.Node) and isinstance(value_of(term), torch.Tensor)]
-    if "aten::add" not in names_of(node) or len(terms) != 2 or node.kwargs or not is_accelerator(total.device):
-        return False
-    alike = all(_shape(term) == _shape(node) and value_of(term).dtype == total.dtype for term in terms)
-    return alike and not _shares(node) and any(map(_is_product, terms))
+    if "aten::add" not in names_of(node) or len(terms) != 2 or node.kwargs or _shares(node):
+        return None
+    is_one_dtype = all(value_of(term).dtype == value_of(node).dtype for term in terms)
+    return next((a for a, b in (terms, terms[::-1]) if _is_product(b)), None) if is_one_dtype else None
 
 
 def _is_product(node: fx.Node) -> bool:
