@@ -33,8 +33,8 @@ def lost_fusions(parts: Partition, *, serves_full: bool) -> Iterator[tuple[str, 
     of the sum are pointwise; the output of a region is a user that is not. The ``addmm`` needs a copy of the residual,
     and no reader of the sum is fused with it. The criterion is Inductor's, applied to the whole graph: the product has
     two dimensions (with three, a view lies between product and sum), no bias and no other user; the residual has the
-    sum's shape and dtype (a row, as a bias, is not copied); and all users of the sum are pointwise, through views. Where
-    one is not, as ``layer_norm``, a product or the splitting op itself, the whole graph has the ``addmm``, too.
+    sum's shape and dtype (a row, as a bias, is not copied); and all users of the sum are pointwise, through views.
+    Where one is not, as ``layer_norm``, a product or the splitting op itself, the whole graph has the ``addmm``, too.
 
     **Two pointwise operators or reductions**, of which the second is the first reader of the first one's result, with
     the same shape or as a reduction. Nothing in between can depend on the result, so one kernel could do both. It must
