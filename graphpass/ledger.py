@@ -108,7 +108,7 @@ class Ledger:
         self.tables: defaultdict[tuple[Hashable, str], defaultdict[Any, Row]] = defaultdict(lambda: defaultdict(Row))
         self.sizes: defaultdict[str, Counter[int]] = defaultdict(Counter)  #: {key field: {size: calls}}
         self.uncaptured: dict[tuple[str, str], CountedReason] = {}  #: calls without a graph, by subject and reason
-        self._notes: dict[tuple[str, str], CountedReason] = {}
+        self._notes: dict[tuple[str, str, str], CountedReason] = {}
         self._trace = trace
 
     def rows(self, subject: Hashable, event: str) -> defaultdict[Any, Row]:
@@ -121,13 +121,14 @@ class Ledger:
 
     def note(self, reason: Reason, *, at: str = "", level: int = logging.INFO, is_problem: bool = False) -> None:
         """Count a reason for the log; log its first time, and at INFO the first time at each further place."""
-        note = self._notes.get((reason.why, reason.remedy))
+        cause = (reason.why, reason.where, reason.remedy)
+        note = self._notes.get(cause)
         first_level = level if note is None else min(level, logging.INFO)
         if note is None:
-            note = self._notes[reason.why, reason.remedy] = CountedReason("", reason, is_problem=is_problem)
+            note = self._notes[cause] = CountedReason("", reason, is_problem=is_problem)
         if note.count(at):
             _log.log(first_level, "%s", _record(reason, at))
-            artifact = {"what": reason.why, "at": at, "remedy": reason.remedy, "is_warning": level > logging.INFO}
+            artifact = {"what": str(reason), "at": at, "remedy": reason.remedy, "is_warning": level > logging.INFO}
             if self._trace is not None:
                 self._trace("graphpass_note", lambda: artifact)
 
@@ -141,5 +142,5 @@ class Ledger:
 
 
 def _record(reason: Reason, at: Hashable) -> str:
-    text = reason.why if at == "" else f"{at}: {reason.why}"
+    text = str(reason) if at == "" else f"{at}: {reason}"
     return f"{text}; {reason.remedy}" if reason.remedy else text

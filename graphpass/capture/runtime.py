@@ -207,8 +207,8 @@ class GraphRuntime:
     def noted(self) -> tuple[Problem, ...]:
         """The explanations that the report does not derive from its records."""
         notes = (
-            Problem("note", note.reason.why, tuple(map(str, filter(None, note.places))), "", note.n, note.reason.remedy)
-            for note in self.ledger.problems()
+            Problem("note", why.why, tuple(map(str, filter(None, note.places))), why.where, note.n, why.remedy)
+            for note, why in ((note, note.reason) for note in self.ledger.problems())
         )
         return (*notes, *(self._left_behind() if self._serves_calls else ()))
 

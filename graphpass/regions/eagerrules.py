@@ -83,7 +83,7 @@ def splits_at(ops: Iterable[object]) -> SplitRule:
 def unsafe_tag(node: fx.Node) -> SplitReason | None:
     """An operator whose author tagged it ``cudagraph_unsafe``."""
     tag = getattr(torch.Tag, "cudagraph_unsafe", None)
-    if tag is None or not any(tag in tags for tags in _tags(node, out=True)):
+    if tag is None or not any(tag in tags for tags in tags_of(node, out=True)):
         return None
     text = f"{display_name(node)} is tagged cudagraph_unsafe"
     return SplitReason("unsafe tag", text, remedy="use an operator without that tag")
@@ -91,7 +91,7 @@ def unsafe_tag(node: fx.Node) -> SplitReason | None:
 
 def reshapes_in_place(node: fx.Node) -> bool:
     """Whether a node changes shape or strides of its argument in place: ``t_``, ``unsqueeze_``, ``resize_``."""
-    return any(torch.Tag.inplace_view in tags for tags in _tags(node, out=False))
+    return any(torch.Tag.inplace_view in tags for tags in tags_of(node, out=False))
 
 
 def read_by_storage(node: fx.Node) -> frozenset[int]:
@@ -193,14 +193,14 @@ def _reads_a_size(node: fx.Node) -> bool:
 
 
 def _always_data_dependent(node: fx.Node) -> bool:
-    functional = _tags(node, out=False)
+    functional = tags_of(node, out=False)
     if not functional or not all(torch.Tag.dynamic_output_shape in tags for tags in functional):
         return False
     num_classes: Any = (*node.args[1:], node.kwargs.get("num_classes", -1))[0]
     return "aten::one_hot" not in names_of(node) or bool(num_classes == -1)
 
 
-def _tags(node: fx.Node, *, out: bool) -> list[Collection[torch.Tag]]:
+def tags_of(node: fx.Node, *, out: bool) -> list[Collection[torch.Tag]]:
     """The tags of each overload that a node may call, without the ``out=`` overloads unless ``out``."""
     target: Any = node.target
     if hasattr(target, "overloadpacket"):
