@@ -11,10 +11,10 @@ from graphpass.compat import symbolic
 from graphpass.compat.nnmodules import where_of
 from graphpass.ledger import Reason
 from graphpass.regions.assign import Region
+from graphpass.regions.eagerrules import tags_of
 from graphpass.regions.execute import argument_storages, storages_of, value_of
 from graphpass.regions.names import display_name, names_of
 from graphpass.regions.split import Partition
-from graphpass.regions.splitrules import tags_of
 
 _PRODUCTS = frozenset({"aten::linear", "aten::mm", "aten::matmul"})
 # Operators that have no tag, because they are made of others: Inductor's code of the first begins with a pointwise one.
