@@ -251,10 +251,10 @@ def test_nothing_is_traced_partitioned_or_compiled(saved: Path, monkeypatch: pyt
     assert {path: path.stat().st_mtime_ns for path in saved.iterdir()} == before, "what was loaded is not saved again"
 
 
-def test_changes_after_a_load_are_seen(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_after_a_load_are_seen(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()
     model = stack()
-    fast = gp.graphed(model, **OPTIONS, warm_start=saved)
+    fast = gp.graphed(model, **OPTIONS, warm_start=Path(shutil.copytree(saved, tmp_path / "starts")))
     x = example()
     torch.testing.assert_close(fast(x), model(x))
     for change, stance in (
