@@ -193,16 +193,7 @@ def record_call(
     Raises:
         CannotSaveError: the call has a graph break, or a guard cannot be saved.
     """
-    from torch._dynamo.package import CompilePackage
-
-    traced = list[types.CodeType]()
-
-    class Package(CompilePackage):
-        def add_inlined_source(self, sources: Any) -> None:
-            traced.extend(sources)
-            super().add_inlined_source(sources)
-
-    package, assumed, of_model = Package(function), dict[str, Any](), list[Any]()
+    package, assumed, of_model = _package_of(function), dict[str, Any](), list[Any]()
 
     def keep(entries: Sequence[Any]) -> list[bool]:
         of_model.clear()
@@ -225,15 +216,31 @@ def record_call(
         pass
     except Exception as error:
         raise CannotSaveError(str(error).strip().partition("\n")[0]) from error
-    for code in traced:
+    for code in package.traced:
         require_lasting(code)  # guard: saved_lasting
     call = _traced_call(function, inspect.signature(function).bind(*args, **kwargs).arguments, package, of_model)
     return call, assumed, {source.module for source in package._source_info.inlined_sources}
 
 
+def _package_of(function: Callable[..., Any]) -> Any:
+    """A package of torch that keeps all code objects that Dynamo traces for a function, in ``traced``."""
+    from torch._dynamo.package import CompilePackage
+
+    class Package(CompilePackage):
+        traced: list[types.CodeType]
+
+        def add_inlined_source(self, sources: Any) -> None:
+            self.traced.extend(sources)
+            super().add_inlined_source(sources)
+
+    package = Package(function)
+    package.traced = []
+    return package
+
+
 def require_lasting(code: types.CodeType) -> None:
     """Refuse traced code whose meaning Dynamo does not guard and another process may not share."""
-    if code is os.getenv.__code__:
+    if code.co_name == "getenv" and code.co_filename in ("<frozen os>", os.__file__):
         raise CannotSaveError("the trace reads os.getenv, which nothing guards; os.environ is guarded")
     for one, following in itertools.pairwise(dis.get_instructions(code)):
         held = one.argval if one.opname == "LOAD_CONST" and following.opname != "CONTAINS_OP" else None
