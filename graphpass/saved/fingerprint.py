@@ -164,9 +164,9 @@ def brief(value: Any) -> str:
         scalars = [repr(item) for item in value if isinstance(item, _PLAIN)]  # of a dict, its keys
         ordered = sorted(scalars) if isinstance(value, (set, frozenset)) else scalars
         return f"{_named(type(value))} of {len(value)} {ordered}"
-    if isinstance(value, Mapping):  # such as the environment, whose values may be secrets
-        return f"{_named(type(value))} #{digest(*value.items())[:16]}"
     try:
+        if isinstance(value, Mapping):  # such as the environment, whose values may be secrets
+            return f"{_named(type(value))} #{digest(*value.items())[:16]}"
         return text_of(value)
     except (UnstableError, RecursionError):
         return f"a {_named(type(value))}"
@@ -304,10 +304,11 @@ def _own_source() -> str:
 
 
 def modules(model: Any) -> Parts:
-    """The tree of a model's modules: classes, attributes, hooks, code of forward, and layouts of its tensors."""
+    """The tree of a model's modules: classes, attributes, hooks, code of methods, and layouts of its tensors."""
     if not isinstance(model, torch.nn.Module):
         return {"the function": _function(model)}
     parts = {"hooks of all modules": _hooks(torch.nn.modules.module, "_global")}  # guard: saved_global_hooks
+    code_of_class = {kind: _class_code(kind) for kind in {type(module) for module in model.modules()}}
     for path, module in model.named_modules():
         own = vars(module)
         scalars = {
@@ -318,7 +319,7 @@ def modules(model: Any) -> Parts:
         named = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
         tensors = [(name, brief(tensor)) for name, tensor in named]
         place = f"module {path!r}" if path else "the model"
-        parts[f"{place}: class"] = f"{_named(type(module))} {_class_code(type(module))}"  # guard: saved_forward
+        parts[f"{place}: class"] = f"{_named(type(module))} {code_of_class[type(module)]}"  # guard: saved_forward
         parts[f"{place}: attributes"] = str(scalars)  # guard: saved_attributes
         parts[f"{place}: hooks"] = _hooks(module, "")  # guard: saved_hooks
         parts[f"{place}: tensors"] = str(tensors)  # guard: saved_tensors
