@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import itertools
 import statistics
-import sys
 import threading
 import time
 import warnings
@@ -19,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from graphpass.compat import memory
-from graphpass.errors import DeviceError
+from graphpass.compat.driver import checked, driver
 
 _Shared = TypeVar("_Shared")
 PoolId = tuple[int, int]
@@ -460,19 +459,3 @@ class ProcessMemory:
 
 PROCESS_MEMORY = ProcessMemory()
 """Of this process: workspaces belong to the process, and are freed only if no foreign pool exists."""
-
-
-def driver() -> ctypes.CDLL:
-    """The driver's library; its functions return a status for :func:`checked`."""
-    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-
-
-def checked(status: int, what: str) -> None:
-    """Raise a DeviceError if the status of a driver call that was to do ``what`` is not 0."""
-    if status:
-        raise DeviceError(
-            f"the CUDA driver could not {what}",
-            expected="status 0",
-            found=f"status {status}",
-            remedy="look the status up in cuda.h (CUresult); a sticky error was caused by an earlier kernel",
-        )

@@ -378,8 +378,8 @@ def implementations_of(op: str) -> list[Callable[..., Any]] | None:
 
     name = "::".join(op.split(".")[:2])
     definition: Any = OPDEFS.get(name)
-    entry = singleton.get(name)
-    fake = None if entry is None or entry.fake_impl.kernel is None else entry.fake_impl.kernel.func
+    kernel = singleton.find(name).fake_impl.kernel
+    fake = None if kernel is None else kernel.func
     if definition is not None:
         given = (definition._init_fn, definition._abstract_fn, *definition._backend_fns.values())
         return [function for function in (*given, fake) if function is not None]

@@ -23,6 +23,7 @@ import sympy
 import torch
 
 from graphpass.compat import operators, saving
+from graphpass.compat.driver import driver_version
 from graphpass.ledger import Reason
 
 Parts: TypeAlias = dict[str, str]
@@ -202,8 +203,7 @@ def _rank() -> str:
 
 def _cuda() -> Parts:
     triton = importlib.import_module("triton")
-    driver: Any = operators.torch_attribute("_C._cuda_getDriverVersion")
-    return {"CUDA": f"{torch.version.cuda}, driver {driver()}", "Triton": str(triton.__version__)}
+    return {"CUDA": f"{torch.version.cuda}, driver {driver_version()}", "Triton": str(triton.__version__)}
 
 
 _IMPLEMENTATION = "the implementation of "
@@ -242,10 +242,13 @@ def reached(functions: Iterable[Any]) -> str:
         if id(function) in found or code is None:
             continue
         found[id(function)] = function
+        held = [("", value) for cell in function.__closure__ or () for value in _contents(cell)]
+        if not _is_own(function):  # a wrapper of torch: its cells hold the user's code, and flags of this process
+            todo += [item for _, value in held for item in _code_in(value)]
+            continue
         texts.append(code_of(function))
         names = _names_in(code)
-        held = [(n, function.__globals__[n]) for n in names if n in function.__globals__]
-        held += [("", value) for cell in function.__closure__ or () for value in _contents(cell)]
+        held += [(n, function.__globals__[n]) for n in names if n in function.__globals__]
         held += [(n, vars(value)[n]) for _, value in held if _is_own_module(value) for n in names if n in vars(value)]
         for name, value in held:
             inner = getattr(value, "fn", value)  # of a Triton kernel, its function
