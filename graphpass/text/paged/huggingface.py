@@ -24,21 +24,19 @@ from graphpass.text.paged.cache import LayerMask, PagedLayer, PositionScale
 from graphpass.text.paged.op import NO_WINDOW, AttentionCall, PagedStep
 
 HUGGING_FACE_NAME = "graphpass_paged"
-_HARMLESS = frozenset(
-    {
-        "cache_position",
-        "is_causal",
-        "logits_to_keep",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "position_embeddings",
-        "position_ids",
-        "return_dict",
-        "s_aux",
-        "softcap",
-        "use_cache",
-    }
+_HARMLESS = (
+    "cache_position",
+    "is_causal",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "s_aux",
+    "softcap",
+    "use_cache",
 )
 """Arguments of Hugging Face's attention functions that this function reads, or that do not change the result."""
 
