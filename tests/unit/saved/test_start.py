@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -24,14 +25,7 @@ from graphpass.regions.split import Partition, partition
 from graphpass.saved import GRAPH, SavedFiles, directory, environment, fingerprint
 from tests.unit.saved import stack as of
 from tests.unit.saved.stack import INPUTS, OPTIONS, Broken, Stack, assert_right, compiled, example, stack
-
-LOADS = """
-import sys
-from tests.unit.saved import stack
-fast = stack.compiled(sys.argv[1])
-stack.assert_right(fast)
-assert fast.runtime.compiled() == 0, dict(fast.runtime.notes)
-"""
+from tests.unit.saved.starts import STARTS, TRACE_NOTHING
 
 
 def missed(fast: Any) -> str:
@@ -46,10 +40,22 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_torch_compile_loads_what_another_process_saved(saved: Path) -> None:
+def test_a_process_loads_what_another_one_saved(tmp_path: Path) -> None:
+    saved, loaded = (started(tmp_path, hash_seed) for hash_seed in "78")
+    for kind in STARTS:
+        assert saved[kind]["compiled"] > 0, kind
+        assert loaded[kind]["compiled"] == 0, (kind, loaded[kind]["notes"])
+        assert loaded[kind]["bits"] == saved[kind]["bits"], kind
+        assert not loaded[kind]["frames"] or kind not in TRACE_NOTHING, (kind, loaded[kind]["notes"])
+
+
+def started(folder: Path, hash_seed: str) -> dict[str, dict[str, Any]]:
     root = Path(__file__).parents[3]
-    environ = {**os.environ, "PYTHONHASHSEED": "8", "PYTHONPATH": f"{root}:{root / 'backends'}"}
-    subprocess.run([sys.executable, "-c", LOADS, str(saved)], check=True, env=environ, cwd=root)
+    environ = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": f"{root}:{root / 'backends'}"}
+    command = [sys.executable, "-m", "tests.unit.saved.starts", "aot_eager", str(folder), *STARTS]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=root, check=False)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return dict(zip(STARTS, map(json.loads, ran.stdout.splitlines()[-len(STARTS) :]), strict=True))
 
 
 @pytest.mark.parametrize(
