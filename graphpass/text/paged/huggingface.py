@@ -38,7 +38,10 @@ _HARMLESS = (
     "softcap",
     "use_cache",
 )
-"""Arguments of Hugging Face's attention functions that this function reads, or that do not change the result."""
+"""Arguments of Hugging Face's attention functions that this function reads, or that do not change the result.
+
+Saved starts compare their order, so they are no set.
+"""
 
 
 def register_with_hugging_face() -> str:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,26 @@ def start(kind: str, compiler: str, folder: Path) -> dict[str, Any]:
         "bits": hashlib.sha256(bits).hexdigest(),
         "notes": [str(note) for note in runtime.notes],
     }
+
+
+def started(compiler: str, folder: Path, kinds: Sequence[str], **environ: str) -> dict[str, dict[str, Any]]:
+    """What :func:`start` says of each kind, in a process of its own."""
+    root = Path(__file__).parents[3]
+    path = os.pathsep.join([str(root), str(root / "backends"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "tests.unit.saved.starts", compiler, str(folder), *kinds]
+    environment = {**os.environ, "PYTHONPATH": path, **environ}
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root, timeout=240, check=False)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    lines = ran.stdout.splitlines()[-len(kinds) :]
+    return dict(zip(kinds, map(json.loads, lines), strict=True))
+
+
+def assert_loaded(kind: str, saved: dict[str, Any], loaded: dict[str, Any]) -> None:
+    """A start that saved, and one that compiled nothing and has its bits."""
+    assert saved["compiled"] > 0, kind
+    assert loaded["compiled"] == 0, (kind, loaded["notes"])
+    assert loaded["bits"] == saved["bits"], kind
+    assert not loaded["frames"] or kind not in TRACE_NOTHING, (kind, loaded["notes"])
 
 
 if __name__ == "__main__":

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -25,7 +22,7 @@ from graphpass.regions.split import Partition, partition
 from graphpass.saved import GRAPH, SavedFiles, directory, environment, fingerprint
 from tests.unit.saved import stack as of
 from tests.unit.saved.stack import INPUTS, OPTIONS, Broken, Stack, assert_right, compiled, example, stack
-from tests.unit.saved.starts import STARTS, TRACE_NOTHING
+from tests.unit.saved.starts import STARTS, assert_loaded, started
 
 
 def missed(fast: Any) -> str:
@@ -41,21 +38,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_process_loads_what_another_one_saved(tmp_path: Path) -> None:
-    saved, loaded = (started(tmp_path, hash_seed) for hash_seed in "78")
+    saved, loaded = (started("aot_eager", tmp_path, [*STARTS], PYTHONHASHSEED=seed) for seed in "78")
     for kind in STARTS:
-        assert saved[kind]["compiled"] > 0, kind
-        assert loaded[kind]["compiled"] == 0, (kind, loaded[kind]["notes"])
-        assert loaded[kind]["bits"] == saved[kind]["bits"], kind
-        assert not loaded[kind]["frames"] or kind not in TRACE_NOTHING, (kind, loaded[kind]["notes"])
-
-
-def started(folder: Path, hash_seed: str) -> dict[str, dict[str, Any]]:
-    root = Path(__file__).parents[3]
-    environ = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": f"{root}:{root / 'backends'}"}
-    command = [sys.executable, "-m", "tests.unit.saved.starts", "aot_eager", str(folder), *STARTS]
-    ran = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=root, check=False)
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    return dict(zip(STARTS, map(json.loads, ran.stdout.splitlines()[-len(STARTS) :]), strict=True))
+        assert_loaded(kind, saved[kind], loaded[kind])
 
 
 @pytest.mark.parametrize(
