@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 from collections.abc import Generator, Iterator
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.combinations import each_row_once
 
 if TYPE_CHECKING:
     import torch
@@ -59,8 +62,19 @@ def pytest_configure(config: pytest.Config) -> None:
     register_backend(backend, name="cgpass")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none; torch is imported only if some test asks."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-combinations", action="store_true", help="run tests with every combination of parameters")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out combinations of parameters, and skip what needs a GPU where there is none.
+
+    torch is imported only if some test asks.
+    """
+    if not config.option.all_combinations and not any("::" in argument for argument in config.args):
+        taken = each_row_once(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in taken])
+        items[:] = [item for item in items if item in taken]
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if not marked:
         return
@@ -70,6 +84,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in marked:
         item.add_marker(pytest.mark.skip(reason="no GPU here"))
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_call() -> Generator[None, None, None]:
+    """Keep pytest off torch's structured trace, which renders every graph as soon as it has a handler."""
+    logging.getLogger("torch.__trace").handlers.clear()
+    return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
