@@ -46,11 +46,14 @@ passed_key = pytest.StashKey[bool]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Settings of Inductor, before torch reads them; the backend by hand where no distribution is installed.
+    """Settings of torch, before it reads them; the backend by hand where no distribution is installed.
 
-    Inductor compiles a program for each instruction set of the CPU, to see whether it can: 10 s in every process.
+    Inductor compiles a program for each instruction set of the CPU, to see whether it can: 10 s in every process. And
+    torch keeps what each operator makes of fake tensors, which costs more than it saves where few graphs are alike: a
+    fifth of the time of tests that compile.
     """
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+    os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
     if any(point.name == "cgpass" for point in entry_points(group="torch_dynamo_backends")):
         return
     try:

@@ -98,7 +98,7 @@ def sizes_of(key: BatchDescriptor) -> tuple[int, int | None]:
 
 @pytest.mark.parametrize(
     ("name", "compiler", "place"),
-    table((("llama", "minilm"), "aot_eager", CPU), (("bert",), "eager", CPU), (("vit",), "eager", CPU_BF16)),
+    table((("llama", "minilm"), "aot_eager", CPU), (("vit",), "eager", CPU_BF16)),
 )
 def test_one_dynamic_compile_agrees_in_every_mode(name: str, compiler: str, place: Place) -> None:
     """NONE at the real sizes, PIECEWISE and FULL at the padded ones."""
@@ -170,12 +170,12 @@ def test_static_compiles_agree_in_every_mode(name: str, compiler: str, place: Pl
         assert_split_at_attention(runtime, num_layers)
 
 
-@pytest.mark.parametrize(("name", "compiler", "place"), table((("qwen3", "vit"), "eager", CPU)))
+@pytest.mark.parametrize(("name", "compiler", "place"), table((("vit",), "eager", CPU)))
 def test_graphed_full_agrees_at_every_size(name: str, compiler: str, place: Place) -> None:
     assert_graphed_agrees(STOCK[name], compiler, place, FULL)
 
 
-@pytest.mark.parametrize(("name", "compiler", "place"), table((("llama", "vit", "minilm"), "eager", CPU)))
+@pytest.mark.parametrize(("name", "compiler", "place"), table((("llama", "minilm"), "eager", CPU)))
 def test_graphed_piecewise_agrees_at_every_size(name: str, compiler: str, place: Place) -> None:
     assert_graphed_agrees(STOCK[name], compiler, place, PIECEWISE)
 
@@ -220,7 +220,7 @@ def region_calls() -> Iterator[Counter[str]]:
 @pytest.mark.parametrize(
     ("name", "mode", "place"),
     [
-        *cases([("bert", PIECEWISE, CPU), ("minilm", PIECEWISE, CPU)], ("bert", "minilm"), (PIECEWISE, FULL), (CPU,)),
+        *cases([("bert", PIECEWISE, CPU)], ("bert", "minilm"), (PIECEWISE, FULL), (CPU,)),
         *cases([], ("minilm",), (PIECEWISE, FULL), (CUDA_F16,)),
     ],
 )

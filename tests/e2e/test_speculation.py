@@ -195,23 +195,23 @@ def test_tokens_with_drafts_on_cuda(case: Case, references: References) -> None:
         check_case(case, managers, references)
 
 
-def test_text_that_repeats_takes_fewer_steps() -> None:
+@pytest.mark.parametrize("draft_tokens", [pytest.param(1, marks=pytest.mark.soak), 3])
+def test_text_that_repeats_takes_fewer_steps(draft_tokens: int) -> None:
     """Counted against steps without guesses: a circle has to be gone through once before it can be guessed."""
     prompt, num_new = [7, 100, 41], MAX_LENGTH - 3
     expected = continued(make_repeating_model(), prompt, num_new).tokens
-    for draft_tokens in (1, 3):
-        options: dict[str, Any] = {**SIZES, "mode": "NONE", "compiler": "eager", "draft_tokens": draft_tokens}
-        manager = CausalLM(make_repeating_model(), **options).manager
-        for drafter in (Nobody(), NgramDrafter()):
-            with Generation(manager, drafter=drafter) as generation:
-                generation.add(Request.of("a", prompt, num_new))
-                found = [new.token for _ in iter(generation.is_done, True) for new in generation.step()]
-                stats = generation.stats()
-            assert found == expected
-            assert stats.num_steps == num_new - stats.num_accepted
-            if isinstance(drafter, NgramDrafter):
-                assert stats.num_steps < 16 + -(-num_new // (1 + draft_tokens))
-        manager.close()
+    options: dict[str, Any] = {**SIZES, "mode": "NONE", "compiler": "eager", "draft_tokens": draft_tokens}
+    manager = CausalLM(make_repeating_model(), **options).manager
+    for drafter in (Nobody(), NgramDrafter()):
+        with Generation(manager, drafter=drafter) as generation:
+            generation.add(Request.of("a", prompt, num_new))
+            found = [new.token for _ in iter(generation.is_done, True) for new in generation.step()]
+            stats = generation.stats()
+        assert found == expected
+        assert stats.num_steps == num_new - stats.num_accepted
+        if isinstance(drafter, NgramDrafter):
+            assert stats.num_steps < 16 + -(-num_new // (1 + draft_tokens))
+    manager.close()
 
 
 def test_decode_steps_replay_uniform_keys_whatever_is_guessed(managers: Managers) -> None:
