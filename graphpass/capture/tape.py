@@ -8,7 +8,7 @@ would overwrite them in the shared pool. So a test on any machine catches an err
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -61,14 +61,14 @@ class _Step:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    targets: tuple[tuple[int, torch.Tensor], ...]  #: (position in the flat result, the tensor it is copied into)
+    targets: tuple[tuple[int, torch.Tensor], ...]  #: (number among the result's tensors, the tensor it is copied into)
 
     def run(self) -> None:
         result = self.function(*self.args, **self.kwargs)
         if self.targets:
-            leaves = trees.flatten(result)[0]
-            for position, target in self.targets:
-                target.copy_(distinct_elements(leaves[position], name="a result"))
+            results = trees.tensors(result)
+            for number, target in self.targets:
+                target.copy_(distinct_elements(results[number], name="a result"))
 
 
 class _Tape(operators.TorchDispatchMode):
@@ -103,13 +103,16 @@ class _Tape(operators.TorchDispatchMode):
             # Eager code makes the tensor anew in every call, so each replay fills a tensor of the tape with its data.
             func = torch.ops.aten.clone.default  # guard: tape_lifted_data
         frozen_args, frozen_kwargs = trees.map_tensors(_alias_of, (args, kwargs))
-        before = _storages((args, kwargs))
+        inputs = trees.tensors((args, kwargs))
+        before = set(map(storage_id, inputs))
         result = func(*args, **kwargs)
-        self.made |= _storages((result, args, kwargs)) - before  # ``out=`` may have given an argument new memory
+        after = set(map(storage_id, inputs))  # ``out=`` may have given an argument new memory
+        results = trees.tensors(result)
+        self.made |= after.union(map(storage_id, results)) - before
         mutates = operators.is_mutable(func)
         if name in _UNDEFINED_CONTENTS or torch.Tag.inplace_view in func.tags:
             return result
-        targets = _fresh_results(result, (args, kwargs))
+        targets = _fresh_results(results, after)
         if targets or mutates:
             self.steps.append(_Step(func, frozen_args, frozen_kwargs, targets))
         return result
@@ -132,8 +135,9 @@ class _Tape(operators.TorchDispatchMode):
             result = runnable(*args, **kwargs)
         finally:
             self._is_inside_opaque = False
-        targets = _fresh_results(result, (args, kwargs))
-        self.made |= _storages(result) - _storages((args, kwargs))
+        results, known = trees.tensors(result), set(map(storage_id, trees.tensors((args, kwargs))))
+        targets = _fresh_results(results, known)
+        self.made |= set(map(storage_id, results)) - known
         self.steps.append(_Step(runnable, frozen_args, frozen_kwargs, targets))
         return result
 
@@ -160,7 +164,7 @@ class _Tape(operators.TorchDispatchMode):
             self.__enter__()  # type: ignore[no-untyped-call]
             self._announced = None
         within = {storage_id(leaf) for leaf in announced[0]} if len(announced) == 1 else set()
-        if not within.issuperset(map(storage_id, _tensors(result))):  # guard: tape_compiled_within
+        if not within.issuperset(map(storage_id, trees.tensors(result))):  # guard: tape_compiled_within
             raise CaptureError(
                 "a compiled callable cannot be captured on the CPU tape",
                 expected="one graph of the cgpass backend that makes all of its results",
@@ -175,7 +179,7 @@ class _Tape(operators.TorchDispatchMode):
         assert announced is not None
         with self.recording():
             result = self.call(runnable, args, kwargs)  # guard: tape_opaque_within
-        announced.append(_tensors(result))
+        announced.append(trees.tensors(result))
         self._announced = announced
         return result
 
@@ -319,23 +323,14 @@ _alias_of = torch.Tensor.detach
 a parameter can die while a tape reads its memory."""
 
 
-def _fresh_results(result: Any, inputs: Any) -> tuple[tuple[int, torch.Tensor], ...]:
-    """(position, tensor) of each result that is no view of an input."""
-    known = _storages(inputs)
+def _fresh_results(results: Sequence[torch.Tensor], inputs: Collection[int]) -> tuple[tuple[int, torch.Tensor], ...]:
+    """(number, tensor) of each result whose storage is not among those of inputs."""
     fresh = []
-    for position, leaf in enumerate(trees.flatten(result)[0]):
-        if isinstance(leaf, torch.Tensor) and leaf.numel() and storage_id(leaf) not in known:
+    for number, result in enumerate(results):
+        if result.numel() and storage_id(result) not in inputs:
             # An alias: a later ``t_()`` turns the result itself, and not the memory that a replay fills.
-            fresh.append((position, distinct_elements(leaf.detach(), name="a result")))  # guard: results_reshaped_later
+            fresh.append((number, distinct_elements(result.detach(), name="a result")))  # guard: results_reshaped_later
     return tuple(fresh)
-
-
-def _storages(values: Any) -> set[int]:
-    return set(map(storage_id, _tensors(values)))
-
-
-def _tensors(result: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in trees.flatten(result)[0] if isinstance(leaf, torch.Tensor)]
 
 
 def _refuse_what_cuda_refuses(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -17,9 +17,28 @@ unflatten = pytree.tree_unflatten
 """``unflatten(leaves, structure)`` returns the container."""
 
 
+_LEAVES = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout})
+
+
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """``value`` with ``function`` applied to every tensor in it."""
+    """``value`` with ``function`` applied to every tensor in it; for builtin containers not by torch's slow pytree."""
+    kind = type(value)
+    if kind in _LEAVES:
+        return value
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if kind is tuple or kind is list:
+        return kind([map_tensors(function, item) for item in value])
+    if kind is dict:
+        return {name: map_tensors(function, item) for name, item in value.items()}
     return pytree.tree_map_only(torch.Tensor, function, value)
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    """Every tensor in ``value``, in the order of :data:`flatten`."""
+    found: list[torch.Tensor] = []
+    map_tensors(found.append, value)
+    return found
 
 
 def builder_of(spec: Any) -> Callable[[list[Any]], Any]:
