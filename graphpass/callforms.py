@@ -72,8 +72,7 @@ class CallForms:
         tensor, because such tensors can be written to in inference mode only.
         """
         if torch.is_inference_mode_enabled():
-            leaves = trees.flatten((args, dict(kwargs)))[0]
-            stays = any(isinstance(leaf, torch.Tensor) and leaf.is_inference() for leaf in leaves)
+            stays = any(tensor.is_inference() for tensor in trees.tensors((args, kwargs)))
             return contextlib.nullcontext() if stays or self._is_of_inference_mode else replay_settings()
         return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
 

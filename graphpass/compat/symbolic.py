@@ -9,8 +9,8 @@ from typing import Any
 import sympy
 import torch
 from torch._dispatch.python import enable_python_dispatcher
-from torch.utils._pytree import tree_leaves
 
+from graphpass.compat import trees
 from graphpass.compat.operators import OpOverload, TorchDispatchMode, is_mutable
 
 
@@ -88,7 +88,7 @@ class DecompositionTape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):  # else a size, a device
+        if trees.tensors(result):  # else a size, a device
             self.calls.append((func, args, kwargs or {}, result))
         return result
 
@@ -96,12 +96,12 @@ class DecompositionTape(TorchDispatchMode):
         """Whether no call writes to a tensor, and each tensor is a result or has its id among ``inputs``."""
         known: set[int] = set()
         for func, args, kwargs, result in (*self.calls, (None, (self.result,), {}, ())):
-            read = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-            if any(id(leaf) not in inputs and id(leaf) not in known for leaf in read):
+            read = set(map(id, trees.tensors((args, kwargs))))
+            if any(tensor not in inputs and tensor not in known for tensor in read):
                 return False
             if func is not None and is_mutable(func):
                 return False
-            known.update(id(leaf) for leaf in tree_leaves(result))
+            known.update(map(id, trees.tensors(result)))
         return True
 
 
@@ -109,7 +109,7 @@ def decomposition_tape(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[st
     """The decomposition of a call with fake tensors; None if torch has none, or if it fails. It adds no guards."""
     from torch._decomp import decomposition_table
 
-    function, fake_mode = decomposition_table.get(op), fake_mode_of(tree_leaves((args, kwargs)))
+    function, fake_mode = decomposition_table.get(op), fake_mode_of(trees.flatten((args, kwargs))[0])
     if function is None or fake_mode is None:
         return None
     tape = DecompositionTape()
