@@ -1,7 +1,7 @@
 """Which combinations of their parameters tests run with: each value of each ``parametrize`` once, or all of them.
 
 A test of several ``parametrize`` marks runs with their product. By default, a run takes a few of these combinations, in
-which each row of each mark occurs; `--all-combinations`, or a test's name on the command line, takes them all.
+which each row of each mark occurs; `--all-combinations` takes them all, and so does a run with `-m` or a test's name.
 """
 
 from __future__ import annotations

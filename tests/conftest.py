@@ -72,9 +72,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out combinations of parameters, and skip what needs a GPU where there is none.
 
-    torch is imported only if some test asks.
+    torch is imported only if some test asks. A run that chooses tests, by marks or by name, has all combinations.
     """
-    if not config.option.all_combinations and not any("::" in argument for argument in config.args):
+    is_default = config.option.markexpr in config.getini("addopts") and not any("::" in name for name in config.args)
+    if is_default and not config.option.all_combinations:
         taken = each_row_once(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in taken])
         items[:] = [item for item in items if item in taken]
