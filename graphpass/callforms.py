@@ -17,7 +17,7 @@ import torch
 from graphpass.capture.runtime import SEE_WHAT_DIFFERS, GraphRuntime
 from graphpass.capture.settings import replay_settings
 from graphpass.compat import dynamo, operators, trees
-from graphpass.errors import CaptureError, GraphpassError, compiles_late
+from graphpass.errors import CaptureError, GraphpassError
 from graphpass.ledger import Reason
 from graphpass.options import Fallbacks
 from graphpass.savedcalls import SavedCalls
@@ -86,9 +86,8 @@ class CallForms:
         form = (len(args), *kwargs)
         compiled = self._forms.get(form)
         if compiled is None:
-            is_late = self.is_captured_ahead and not self.runtime.scopes.is_mine()
-            if is_late and self.user_options.get("on_fallback") == "error":
-                raise compiles_late(
+            if self.is_captured_ahead and not self.runtime.scopes.is_mine():
+                self._fallbacks.report_late(
                     f"a call with {len(args)} positional arguments and {', '.join(kwargs) or 'no others'}"
                 )
             function = _function_of_form(self.model, self._uncompiled(), len(args), tuple(kwargs))

@@ -124,16 +124,6 @@ class DeviceError(GraphpassError, RuntimeError):
     """Tensors are on a combination of devices that one callable does not support."""
 
 
-def compiles_late(found: str) -> CaptureError:
-    """The error of a call that would compile although its model was captured ahead, with ``on_fallback="error"``."""
-    return CaptureError(
-        "a call would compile while the model serves, and on_fallback is 'error'",
-        expected="calls of the kinds that were captured ahead",
-        found=found or "a call of another kind",
-        remedy="add its sizes to capture_sizes, capture ahead with an example of its kind, or set on_fallback='warn'",
-    )
-
-
 def did_you_mean(name: str, known: Iterable[str], *, otherwise: str) -> str:
     """A remedy that suggests up to three names of ``known`` that resemble ``name``; ``otherwise`` if none does."""
     close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)

@@ -175,6 +175,18 @@ class Fallbacks:
         is_silent = self._on_fallback == "silent"
         self._runtime.warn(text, error.remedy, at=at, is_silent=is_silent, is_recorded=is_recorded)
 
+    def report_late(self, found: str, name: str = "") -> None:
+        """Report that a call compiles, although its model was captured ahead; ``name`` is that of the new callable."""
+        found = found or "a call of another kind"
+        error = CaptureError(
+            "a call would compile while the model serves, and on_fallback is 'error'",
+            expected="calls of the kinds that were captured ahead",
+            found=found,
+            remedy="add its sizes to capture_sizes, or capture ahead with an example of its kind",
+        )
+        text = "a call compiles while the model serves: it is of a kind that was not captured ahead"
+        self.report(text, error, at=f"{name}, {found}".removeprefix(", "))
+
     def report_never_full(self, reason: Reason) -> None:
         """Report that ``FULL`` was requested for a model that cannot be captured as a whole."""
         self.report(

@@ -504,7 +504,8 @@ class AutoDispatcher:
         return max(rows, key=len, default=[])
 
     def _seen(self, real: Sequence[int]) -> tuple[tuple[Counter[int], int], ...]:
-        named = {field.name: size for field, size in zip(self.rules.keys.fields, real, strict=True)}
+        of_key = {field.name: size for field, size in zip(self.rules.keys.fields, real, strict=True)}
+        named = {**self.rules.sizes.fixed, **of_key}  # torch.compile has a graph of its own for size 1
         return tuple((self._runtime.ledger.sizes[name], size) for name, size in named.items())
 
     def _counts(self, key: RecurringKey) -> Row:

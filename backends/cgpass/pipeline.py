@@ -31,10 +31,10 @@ from graphpass.compile import (
     traced_regions,
 )
 from graphpass.compile.structure import StructuralKey, structure_of
-from graphpass.errors import DeviceError, OptionError, compiles_late
+from graphpass.errors import DeviceError, OptionError
 from graphpass.keys import CUDAGraphMode
 from graphpass.ledger import Reason
-from graphpass.options import Settings
+from graphpass.options import Fallbacks, Settings
 from graphpass.regions.execute import value_of
 from graphpass.regions.floats import FloatInputs, floats_as_tensors
 from graphpass.regions.padding import AtenGraph
@@ -85,8 +85,8 @@ def backend(
         return saved.recorded(traced.identity, has_floats=bool(traced.floats.positions))
     runtime.compiles_frame(dynamo.frame_id(), dynamo.frame_code())
     is_new = not runtime.owned(CallableCache).knows(traced.key)
-    if is_new and settings.on_fallback == "error" and runtime.is_captured_ahead(dynamo.frame_id()):
-        raise compiles_late(dynamo.recompile_reason())
+    if is_new and runtime.is_captured_ahead(dynamo.frame_id()):
+        Fallbacks(runtime, settings.on_fallback).report_late(dynamo.recompile_reason(), name)
     made = None
     if isinstance(traced.identity, GraphIdentity) and is_new:
         made = saved.load(name, traced.identity, traced.appended, traced.side_effects, runtime, settings)

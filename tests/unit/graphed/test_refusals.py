@@ -185,9 +185,29 @@ def scaled_layer(self: Any, x: torch.Tensor, scale: torch.Tensor | None = None) 
     return self.layer(x) if scale is None else self.layer(x) * scale
 
 
-def strict(sizes: list[int]) -> Any:
+def strict(sizes: list[int], on_fallback: str = "error") -> Any:
     model = module(scaled_layer, layer=nn.Linear(4, 4)).eval()
-    return graphed(model, sizes, {"x": 0}, on_fallback="error")
+    return graphed(model, sizes, {"x": 0}, on_fallback=on_fallback)
+
+
+@pytest.mark.parametrize("args", [(torch.randn(1, 4),), (torch.randn(3, 4), torch.ones(4))], ids=["size", "form"])
+def test_a_call_that_compiles_after_the_capture_is_reported_once(args: tuple[torch.Tensor, ...]) -> None:
+    fast = strict([2, 4, 8], "warn")
+    fast.capture(torch.randn(8, 4))
+    assert fast.runtime.report().problems == ()
+    for _ in range(3):
+        torch.testing.assert_close(fast(*args), fast.layer(args[0]))
+    late = [p for p in fast.runtime.report().problems if "a call compiles while the model serves" in p.what]
+    assert [(problem.times, "capture ahead" in problem.remedy) for problem in late] == [(1, True)]
+
+
+def test_size_one_is_in_the_traffic() -> None:
+    """torch.compile has a graph of its own for it, in which the size is no symbol."""
+    fast = strict([1, 2, 4, 8])
+    fast.capture(torch.randn(8, 4))
+    for size in (1, 3, 1):
+        fast(torch.randn(size, 4))
+    assert fast.runtime.stats().histograms == {"num_tokens": {1: 2, 3: 1}}
 
 
 def test_the_remedy_of_a_late_compilation() -> None:
