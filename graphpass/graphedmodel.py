@@ -20,7 +20,7 @@ from graphpass.capture.scope import ReachedCall, ReachedCallable
 from graphpass.compat import dynamo, symbolic, trees
 from graphpass.errors import CaptureError, OptionError
 from graphpass.keys import CUDAGraphMode
-from graphpass.options import Settings
+from graphpass.options import Fallbacks, Settings
 from graphpass.progress import capture_progress
 from graphpass.regions.symbols import key_symbols
 from graphpass.report import Report
@@ -171,6 +171,13 @@ def _graphed(model: Callable[..., Any], options: Mapping[str, Any]) -> GraphedMo
     """Create a graphed model; ``options`` are the backend's options."""
     if isinstance(model, GraphedModel):
         model = model._graphed.model
+    if not callable(model):
+        raise OptionError(
+            "graphed() cannot run what is no model",
+            expected="a module or a function",
+            found=repr(model),
+            remedy="pass the model itself",
+        )
     _check_options(options)
     if isinstance(model, torch.nn.Module) and any(map(is_lazy, (*model.parameters(), *model.buffers()))):
         raise OptionError(
@@ -249,12 +256,17 @@ def _captured_examples(
         for key in callable_.ladder(call_args)
     ]
     if max(map(len, settings.capture_sizes.values()), default=1) > 1 and len({key for _, key, _ in keys}) == 1:
-        runtime.warn(
-            "one size was captured ahead of the calls: the sizes of the example are constants in its graph",
-            "pass an example whose dynamic sizes are at least 2 and differ from the model's other sizes, and compile "
-            "with dynamic=True",
-            at=keys[0][0].name,
+        remedy = "pass an example whose dynamic sizes are at least 2 and differ from the model's other sizes"
+        if not isinstance(compiled, GraphedModel):
+            remedy += ", and compile with dynamic=True"
+        error = CaptureError(
+            "one size would be captured, and on_fallback is 'error'",
+            expected="an example whose sizes are symbols in its graph",
+            found=f"a graph of {keys[0][0].name} for {keys[0][1]} alone",
+            remedy=remedy,
         )
+        text = "one size was captured ahead of the calls: the sizes of the example are constants in its graph"
+        Fallbacks(runtime, settings.on_fallback).report(text, error, at=keys[0][0].name)
     with runtime.capturing(), capture_progress(keys, settings.progress) as progress:
         for callable_, key, call_args in progress:
             progress.set_postfix_str(f"{callable_.name} {key}")

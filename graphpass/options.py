@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -266,6 +267,13 @@ def _dynamic_dims(value: Any) -> dict[str, dict[int, str]]:
     return dims
 
 
+def _folder(name: str, value: Any) -> Any:
+    """The path of a directory; None stays None."""
+    if value is not None and not isinstance(value, (str, os.PathLike)):
+        raise _bad_value(name, "a path", value)
+    return None if value is None else Path(value)
+
+
 def _padding(value: Any) -> dict[str, PadRule]:
     if not isinstance(value, Mapping):
         raise _bad_value("padding", "{input: a number, 'repeat' or a function}", value)
@@ -273,7 +281,7 @@ def _padding(value: Any) -> dict[str, PadRule]:
 
 
 _OF_THE_PROCESS = frozenset({"runtime", "warm_start", "progress", "dump_dir"})
-_SEE_OPTIONS = "see cgpass.options for the values"
+_SEE_OPTIONS = "see graphpass.options.Settings, which lists the options and their values"
 _VALUES: Mapping[str, tuple[object, ...]] = {
     "compiler": COMPILERS,
     "on_fallback": ("warn", "error", "silent"),
@@ -291,6 +299,6 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "compile_ranges": _compile_ranges,
     "dynamic_dims": _dynamic_dims,
     "padding": _padding,
-    "dump_dir": lambda value: None if value is None else Path(value),
-    "warm_start": lambda value: None if value is None else SavedFiles(Path(value)).path,
+    "dump_dir": partial(_folder, "dump_dir"),
+    "warm_start": lambda value: None if value is None else SavedFiles(_folder("warm_start", value)).path,
 }

@@ -141,6 +141,7 @@ class PaddedInput:
     """One input at one padded size, for calls of one real size."""
 
     position: int  #: of the input among the arguments
+    name: str  #: of the input, for users
     buffer: torch.Tensor  #: the tensor that the graph reads, at the padded size
     real: torch.Tensor  #: the view of the buffer at the real size
     rule: PadRule  #: how the rest of the buffer is filled
@@ -151,7 +152,14 @@ class PaddedInput:
 
     @classmethod
     def of(
-        cls, position: int, buffer: torch.Tensor, real_shape: Sequence[int], rule: PadRule, *, is_written: bool
+        cls,
+        position: int,
+        name: str,
+        buffer: torch.Tensor,
+        real_shape: Sequence[int],
+        rule: PadRule,
+        *,
+        is_written: bool,
     ) -> PaddedInput:
         """A padded input in ``buffer``, whose entries beyond ``real_shape`` are padding."""
         real_sizes = {dim: size for dim, size in enumerate(real_shape) if size != buffer.shape[dim]}
@@ -165,14 +173,15 @@ class PaddedInput:
             num_repeats = num_added if dim == 0 and buffer.is_contiguous() and num_added <= _MOST_REPEATS else None
         parts = () if callable(rule) else padding_parts(buffer, real_sizes, rule)
         real = prefix(buffer, real_shape)
-        return cls(position, buffer, real, rule, is_written, None if callable(rule) else num_repeats, rows, parts)
+        num_repeats = None if callable(rule) else num_repeats
+        return cls(position, name, buffer, real, rule, is_written, num_repeats, rows, parts)
 
     def fill(self, value: torch.Tensor) -> None:
         """Copy ``value`` into the real part, and fill the padding."""
         if self._rows is not None:  # real part and padding in one launch
             torch.index_select(value, *self._rows, out=self.buffer)
         elif callable(self.rule):
-            fill_by_function(self.buffer, value, self.rule, name=f"input {self.position}")
+            fill_by_function(self.buffer, value, self.rule, name=f"input {self.name!r}")
         else:
             self.real.copy_(value)
             fill_parts(self._parts)  # guard: padding_filled_in_every_call

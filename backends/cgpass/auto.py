@@ -467,7 +467,8 @@ class AutoDispatcher:
             layout = graph.layouts[position]
             shape, real_shape = (tuple([value_at(s, at) for s in layout.shape]) for at in (padded, unpadded))
             buffer = self._memory.view(position, shape, args[position], layout.order)
-            inputs.append(PaddedInput.of(position, buffer, real_shape, rule, is_written=position in rules.written))
+            is_written = position in rules.written
+            inputs.append(PaddedInput.of(position, layout.name, buffer, real_shape, rule, is_written=is_written))
         return PaddedArguments(inputs), tuple({**numbers, **graph.numbers_at(padded)}.items())
 
     def _as_is(self, real: tuple[int, ...], why: str, remedy: str) -> AutoCall:

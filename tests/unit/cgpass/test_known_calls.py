@@ -130,7 +130,7 @@ def test_inputs_that_are_filled_together_hold_what_each_alone_holds(
     def made() -> list[PaddedInput]:
         buffers = [torch.full(shape, -1.0).as_strided(shape, dense_strides(shape, order)) for shape in shapes[0]]
         pairs = enumerate(zip(buffers, shapes[1], strict=True))
-        return [PaddedInput.of(n, buffer, real, rule, is_written=False) for n, (buffer, real) in pairs]
+        return [PaddedInput.of(n, "x", buffer, real, rule, is_written=False) for n, (buffer, real) in pairs]
 
     values = [torch.randn(shape) for shape in shapes[1]]
     apart, together = made(), made()

@@ -12,7 +12,7 @@ from torch import nn
 import graphpass as gp
 from graphpass import GraphpassError
 from graphpass.compat import dynamo
-from graphpass.errors import CaptureError, OptionError
+from graphpass.errors import CaptureError, OptionError, ShapeError
 from tests.unit.graphed.oracle import agree_with, graphed, replays, rows
 from tests.unit.models import module
 
@@ -31,12 +31,21 @@ from tests.unit.models import module
         ({"padding_check": "sometimes"}, "padding_check"),
         ({"cut": {0: {}}}, "unknown option 'cut'"),
         ({"runtime": 3}, "runtime"),
+        ({"warm_start": 3}, "warm_start"),
+        ({"dump_dir": 3}, "dump_dir"),
     ],
     ids=str,
 )
 def test_bad_options_are_refused_when_it_is_made(options: dict[str, Any], match: str) -> None:
     with pytest.raises(OptionError, match=match):
         gp.graphed(nn.Linear(2, 2), **options)
+
+
+@pytest.mark.parametrize("model", [5, "layer", None])
+def test_what_is_no_model_is_refused(model: Any) -> None:
+    with pytest.raises(OptionError, match="no model") as raised:
+        gp.graphed(model)
+    assert raised.value.found == repr(model)
 
 
 def test_without_the_backend_it_says_what_to_import(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,6 +208,22 @@ def test_a_call_that_compiles_after_the_capture_is_reported_once(args: tuple[tor
         torch.testing.assert_close(fast(*args), fast.layer(args[0]))
     late = [p for p in fast.runtime.report().problems if "a call compiles while the model serves" in p.what]
     assert [(problem.times, "capture ahead" in problem.remedy) for problem in late] == [(1, True)]
+
+
+@pytest.mark.parametrize("rows", [1, 4], ids=["one row", "as many rows as columns"])
+def test_an_example_whose_sizes_are_constants_is_an_error(rows: int) -> None:
+    fast = strict([2, 4, 8])
+    with pytest.raises(CaptureError, match="one size would be captured") as raised:
+        fast.capture(torch.randn(rows, 4))
+    assert raised.value.remedy.endswith("differ from the model's other sizes")
+
+
+def test_a_padding_function_of_another_shape_is_named_after_its_input() -> None:
+    padding = {"input": lambda real, padded_shape: real}
+    fast = gp.graphed(nn.Linear(4, 4).eval(), [8], {"input": 0}, padding=padding, compiler="eager", progress=False)
+    with pytest.raises(ShapeError, match="the padding function of input 'input' returned another shape"):
+        for _ in range(3):
+            fast(torch.randn(3, 4))
 
 
 def test_size_one_is_in_the_traffic() -> None:
