@@ -354,12 +354,13 @@ class GraphRuntime:
         is_late = not self.scopes.is_mine() and any(
             wrapper.region.callable == name and wrapper.captured() for wrapper in self._alive()
         )
+        reason = dynamo.recompile_reason()
         if self._retraced_for is None:
-            self._retraced_for = dynamo.recompile_reason()
+            self._retraced_for = reason
         text = "torch.compile traced its function once more and got the same graph"
         if self._retraced_for:
             text += f" (the first time because this did not hold: {self._retraced_for})"
-        if is_late:
+        if is_late and reason:  # without one, two threads have compiled their first calls at once
             self.warn(
                 f"{text}: a call in serving is of another kind than in capture",
                 "create all inputs and make all calls under torch.inference_mode(), or none; keep a Python number that "

@@ -218,3 +218,10 @@ def test_a_capturing_scope_beside_calls_of_other_threads(num_calls: int, rt: Gra
     in_threads(run)
     assert not given_up(rt)
     assert fast.uses("captured") == {(1,)}
+
+
+def test_first_calls_at_once_are_no_calls_of_another_kind(rt: GraphRuntime) -> None:
+    """Dynamo compiles the call of each thread, though all are alike."""
+    fast = Served(rt, is_fresh=True)
+    in_threads(lambda _: fast.call(*[5] * 20))
+    assert [p.what for p in rt.report().problems if "another kind than in capture" in p.what] == []
