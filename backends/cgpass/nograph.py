@@ -27,7 +27,7 @@ NUMBER_IN_KEY = Reason(
 )
 BUSY = Reason(
     "another capture or forward of the runtime was under way",
-    "capture before other threads start (precapture), or compile a model for each thread, with options"
+    "capture before other threads start (capture() or precapture()), or compile a model for each thread, with options"
     " runtime=graphpass.GraphRuntime(), dispatch='auto'",
 )
 NOT_PADDED = f"leave the dimension out of dynamic_dims, or hide the padding from the model {DECLARE_MASK}"
@@ -63,7 +63,7 @@ class FailedCaptures:
 
 def refused(name: str, reason: Reason, option: str, otherwise: str) -> CaptureError:
     """The error of a call that would run without a graph, where an option makes that an error."""
-    remedy = reason.remedy or "capture the sizes that calls have (capture_sizes, precapture)"
+    remedy = reason.remedy or "capture the sizes that calls have (capture_sizes, then capture() or precapture())"
     return CaptureError(
         f"{name} would run without a graph, and {option}",
         expected="a call whose key has a graph, or may be captured now",

@@ -364,7 +364,7 @@ class CUDAGraphWrapper:
         else:
             self._runtime.warn(
                 "captured again while serving, because a static input was replaced, which dropped its graph",
-                f"{_UPDATE}, or capture again before serving: precapture()",
+                f"{_UPDATE}, or capture again before serving: capture() or precapture()",
                 at=at,
             )
         return call.static - keeps_moving  # guard: replaced_inputs_copied
