@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from tests.fuzz.oracle import check
 from tests.fuzz.programs import Program, Seeded, choose_program, programs
@@ -30,7 +30,6 @@ def fuzzer_of(compiler: str, device: str = "cpu") -> Fuzzer:
     )
 
 
-@settings(max_examples=settings().max_examples // 3)
 @given(program=programs())
 def test_what_hypothesis_writes_does_what_eager_does(program: Program) -> None:
     assert check(program).mismatch is None
