@@ -173,7 +173,7 @@ def _graphed(model: Callable[..., Any], options: Mapping[str, Any]) -> GraphedMo
         model = model._graphed.model
     if not callable(model):
         raise OptionError(
-            "graphed() cannot run what is no model",
+            "graphed() was given no model",
             expected="a module or a function",
             found=repr(model),
             remedy="pass the model itself",

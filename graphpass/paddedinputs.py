@@ -165,7 +165,7 @@ class PaddedInput:
         real_sizes = {dim: size for dim, size in enumerate(real_shape) if size != buffer.shape[dim]}
         rows = num_repeats = None
         if not real_sizes:
-            num_repeats = 0
+            num_repeats = None if callable(rule) else 0
         elif rule == "repeat" and len(real_sizes) == 1:
             ((dim, size),) = real_sizes.items()
             rows = (dim, torch.arange(buffer.shape[dim], device=buffer.device).clamp_(max=size - 1))
@@ -173,7 +173,6 @@ class PaddedInput:
             num_repeats = num_added if dim == 0 and buffer.is_contiguous() and num_added <= _MOST_REPEATS else None
         parts = () if callable(rule) else padding_parts(buffer, real_sizes, rule)
         real = prefix(buffer, real_shape)
-        num_repeats = None if callable(rule) else num_repeats
         return cls(position, name, buffer, real, rule, is_written, num_repeats, rows, parts)
 
     def fill(self, value: torch.Tensor) -> None:
