@@ -1,18 +1,20 @@
 """Tokens a second of stock Hugging Face decoders: ``python -m tests.bench.generate``.
 
-A decoder with random weights (``--model``: Qwen3 with 28 layers of width 1024; Olmo2, whose every head has keys of its
-own, and Granite, both with 16 layers of width 2048) goes on with random prompts, greedily, in ways that a user of
+Decoders with random weights (``--models``: Qwen3 with 28 layers of width 1024; Olmo2, whose every head has keys of its
+own, Granite and Mistral with 16 layers of width 2048) go on with random prompts, greedily, in ways that a user of
 transformers can choose from, each with the same weights in a copy of its own:
 
 * ``ours``: a manager with FULL graphs for decode and PIECEWISE ones for prefill;
+* ``tuned``: the same with ``tune="measure"``;
 * ``static``: ``generate`` with a static cache and the compilation that it does by itself;
 * ``continuous``: ``generate_batch``, continuous batching over paged SDPA, on the largest batch only.
 
-*First* is the time of the first call. For ``ours`` that is building, compiling, capturing and generating the first
-token, for the others their first call as a whole, since they hand out nothing before its end. Compiler caches are
-empty then; what any first compilation of a process costs has been paid before, by compiling one linear layer. The other
-figures are medians over rounds in which the ways take turns. *Of the floor* divides the time to read the weights once,
-at the rate at which the device copies its own memory, by the time of a step.
+Each decoder and batch has a process of its own. *First* is the time of the first call. For ``ours`` that is building,
+compiling, capturing and generating the first token, for the others their first call as a whole, since they hand out
+nothing before its end. Compiler caches are empty then; what any first compilation of a process costs has been paid
+before, by compiling one linear layer. With ``--parallel`` above 1 several processes make their first calls at a time.
+The other figures are medians over rounds in which the ways take turns while all other processes wait. *Of the floor*
+divides the time to read the weights once, at the rate at which the device copies its own memory, by the time of a step.
 
 ``--smoke`` runs tiny sizes on a CPU: the code, not the figures. ``continuous`` sizes its cache by a GPU's memory and is
 left out there.
@@ -22,12 +24,13 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import os
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -52,8 +55,10 @@ from tests.bench.timing import (
     table_of,
     write_json,
 )
+from tests.bench.turns import in_turn, take_turn
 
-OURS, STATIC, CONTINUOUS = "ours", "static", "continuous"
+OURS, TUNED, STATIC, CONTINUOUS = "ours", "tuned", "static", "continuous"
+TUNE_SECONDS = 200
 Prompts = list[list[int]]
 Texts = list[list[int]]
 
@@ -93,6 +98,7 @@ DECODERS = {
     "qwen3": DecoderConfig("Qwen3Config", 28, 1024, 16, 8, 128),
     "olmo2": DecoderConfig("Olmo2Config", 16, 2048, 16, 16, 128),
     "granite": DecoderConfig("GraniteConfig", 16, 2048, 16, 4, 128),
+    "mistral": DecoderConfig("MistralConfig", 16, 2048, 16, 4, 128),
 }
 
 
@@ -100,6 +106,7 @@ DECODERS = {
 class Setup:
     """What one run measures."""
 
+    name: str  #: of the decoder
     device: torch.device  #: where it runs
     compiler: str  #: of our regions
     decoder: DecoderConfig  #: the model
@@ -131,6 +138,7 @@ class Setup:
 class Row:
     """The figures of one way at one batch size."""
 
+    model: str  #: a decoder of the command line
     batch: int  #: requests
     way: str  #: which
     tokens_a_second: float  #: new tokens of all requests, median
@@ -153,8 +161,8 @@ class Way:
 class Ours:
     """A decoder over captured graphs, made at its first call."""
 
-    def __init__(self, setup: Setup, model: torch.nn.Module, prompts: Prompts) -> None:
-        self._setup, self._model, self._prompts = setup, model, prompts
+    def __init__(self, setup: Setup, model: torch.nn.Module, prompts: Prompts, **options: Any) -> None:
+        self._setup, self._model, self._prompts, self._options = setup, model, prompts, options
         self._lm: CausalLM | None = None
 
     def first(self) -> float:
@@ -169,6 +177,7 @@ class Ours:
             max_seq_len=setup.max_seq_len,
             capture_sizes=sorted({batch, most}),
             compiler=setup.compiler,
+            **self._options,
         )
         self._lm.capture()
         with Generation(self._lm.manager) as generation:
@@ -215,8 +224,8 @@ def continuous_batching(setup: Setup, model: Any, prompts: Prompts) -> Texts:
 def make_way(name: str, setup: Setup, model: torch.nn.Module, prompts: Prompts) -> Way:
     """One way over a copy of the model."""
     own = copy.deepcopy(model)
-    if name == OURS:
-        ours = Ours(setup, own, prompts)
+    if name in {OURS, TUNED}:
+        ours = Ours(setup, own, prompts, **{"tune": "measure", "tune_seconds": TUNE_SECONDS} if name == TUNED else {})
         return Way(name, ours.first, ours.call, ours.close)
     if name == CONTINUOUS:
         own.set_attn_implementation("paged|sdpa")  # type: ignore[operator]
@@ -239,28 +248,30 @@ def empty_caches(folder: Path) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def measure(setup: Setup, batch: int, names: Sequence[str], folder: Path, console: Console) -> list[Row]:
-    """All ways at one batch size: first calls one by one, then rounds in which they take turns."""
+def measure(setup: Setup, batch: int, names: Sequence[str], wait: Callable[[], None]) -> dict[str, Any]:
+    """All ways at one batch size: first calls one by one, then, in this process's turn, rounds of one call of each."""
+    any_compile_s = _compile_something(setup)
     model, prompts = setup.model(), setup.prompts(batch)
     ways, first_s = [make_way(name, setup, model, prompts) for name in names], {}
-    for way in ways:
-        with empty_caches(folder / f"{way.name}_{batch}"):
-            first_s[way.name] = way.first()
-        console.print(f"batch {batch}, {way.name}: first {first_s[way.name]:.2f} s")
-    call_s: dict[str, list[float]] = {way.name: [] for way in ways}
-    for _ in range(setup.rounds + 1):
+    with tempfile.TemporaryDirectory(prefix="generate_") as directory:
         for way in ways:
-            texts: list[Texts] = []
-            taken_s = seconds(lambda way=way, texts=texts: texts.append(way.call()), setup.device)
-            assert [len(text) for text in texts[0]] == [setup.new_tokens] * batch, f"{way.name} lost tokens"
-            call_s[way.name].append(taken_s)
+            with empty_caches(Path(directory) / way.name):
+                first_s[way.name] = way.first()
+        wait()
+        call_s: dict[str, list[float]] = {way.name: [] for way in ways}
+        for _ in range(setup.rounds + 1):
+            for way in ways:
+                texts: list[Texts] = []
+                taken_s = seconds(lambda way=way, texts=texts: texts.append(way.call()), setup.device)
+                assert [len(text) for text in texts[0]] == [setup.new_tokens] * batch, f"{way.name} lost tokens"
+                call_s[way.name].append(taken_s)
     for way in ways:
         way.close()
-    torch.compiler.reset()
     medians = {name: statistics.median(call_s[name][1:]) for name in names}
     floor_ms = weights_ms(model)
-    return [
+    rows = [
         Row(
+            model=setup.name,
             batch=batch,
             way=name,
             tokens_a_second=batch * setup.new_tokens / medians[name],
@@ -271,6 +282,7 @@ def measure(setup: Setup, batch: int, names: Sequence[str], folder: Path, consol
         )
         for name in names
     ]
+    return {"any_compile_s": any_compile_s, "setup": _plain(setup), "rows": [asdict(row) for row in rows]}
 
 
 def weights_ms(model: torch.nn.Module) -> float:
@@ -287,48 +299,65 @@ def weights_ms(model: torch.nn.Module) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure each batch size and print one table."""
+    """Measure each decoder and batch size in a process of its own and print one table."""
     options, console = _parsed(arguments), Console(width=120)
     if is_skipped("generate", options):
         return
-    setup = _setup(options)
     batches = options.batches or ([1, 2] if options.smoke else [1, 8, 64])
-    any_compile_s = _compile_something(setup)
-    rows: list[Row] = []
+    if options.one:
+        name, batch = options.one[0], int(options.one[1])
+        take_turn(lambda wait: measure(_setup(options, name), batch, options.rows, wait))
+        return
+    commands = {}
+    for name, batch in itertools.product(options.models, batches):
+        serves_continuous = batch == max(batches) and not options.smoke
+        rows = [row for row in options.rows if row != CONTINUOUS or serves_continuous]
+        commands[f"{name} {batch}"] = ["--one", name, str(batch), "--rows", ",".join(rows), *_numbers(options)]
+    found: dict[str, Mapping[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="generate_") as directory:
-        for batch in batches:
-            serves_continuous = batch == max(batches) and not options.smoke
-            names = [name for name in options.rows if name != CONTINUOUS or serves_continuous]
-            rows += measure(setup, batch, names, Path(directory), console)
-            payload = {"environment": environment(setup.device), "any_compile_s": any_compile_s}
-            write_json(options.json, {**payload, "setup": _plain(setup), "rows": [asdict(row) for row in rows]})
-    console.print(_table(rows))
+        for first in range(0, len(commands), options.parallel):
+            some = dict(list(commands.items())[first : first + options.parallel])
+            for name, figures in in_turn("generate", some, Path(directory), options.ready_s, measured_s=300):
+                found[name] = figures
+                console.print(name, figures.get("problem", "measured"), markup=False)
+                write_json(options.json, {"environment": environment(gpu_or_cpu(options.smoke)), "measured": found})
+    console.print(_table([Row(**row) for figures in found.values() for row in figures.get("rows", ())]))
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     def names(text: str) -> list[str]:
         chosen = text.split(",")
-        if not set(chosen) <= {OURS, STATIC, CONTINUOUS}:
-            raise argparse.ArgumentTypeError(f"rows are {OURS}, {STATIC} and {CONTINUOUS}")
+        if not set(chosen) <= {OURS, TUNED, STATIC, CONTINUOUS}:
+            raise argparse.ArgumentTypeError(f"rows are {OURS}, {TUNED}, {STATIC} and {CONTINUOUS}")
         return chosen
 
     parser = parser_of("generate", __doc__, layers=None, rounds=None)
     parser.add_argument("--rows", type=names, default=[OURS, STATIC, CONTINUOUS])
     parser.add_argument("--batches", type=listed, default=None)
-    parser.add_argument("--model", choices=list(DECODERS), default="qwen3")
+    parser.add_argument("--models", nargs="+", choices=list(DECODERS), default=["qwen3"])
+    parser.add_argument("--parallel", type=int, default=1, help="processes that compile side by side")
+    parser.add_argument("--ready-s", type=float, default=600, help="a process that compiles longer is left out")
+    parser.add_argument("--one", nargs=2, metavar=("MODEL", "BATCH"), help="a process that waits for its turn")
     options: argparse.Namespace = parser.parse_args(arguments)
     return options
 
 
-def _setup(options: argparse.Namespace) -> Setup:
-    decoder = DECODERS[options.model]
+def _numbers(options: argparse.Namespace) -> list[str]:
+    """What a process of one decoder has to be told beside the decoder."""
+    given = {"--layers": options.layers, "--rounds": options.rounds}
+    told = [part for name, value in given.items() if value is not None for part in (name, str(value))]
+    return [*told, *["--smoke"] * options.smoke]
+
+
+def _setup(options: argparse.Namespace, name: str) -> Setup:
+    decoder = DECODERS[name]
     if options.smoke:
         small = replace(
             decoder, num_layers=options.layers or 2, hidden=16 * decoder.num_heads, head_dim=16, vocabulary=256
         )
-        return Setup(torch.device("cpu"), "eager", small, 8, 8, options.rounds or 1)
+        return Setup(name, torch.device("cpu"), "eager", small, 8, 8, options.rounds or 1)
     decoder = replace(decoder, num_layers=options.layers or decoder.num_layers)
-    return Setup(gpu_or_cpu(), "inductor", decoder, 64, 128, options.rounds or 5)
+    return Setup(name, gpu_or_cpu(), "inductor", decoder, 64, 128, options.rounds or 5)
 
 
 def _compile_something(setup: Setup) -> float:
@@ -343,16 +372,18 @@ def _plain(setup: Setup) -> dict[str, Any]:
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    ours, cells = {row.batch: row for row in rows if row.way == OURS}, []
+    ours, cells = {(row.model, row.batch): row for row in rows if row.way == OURS}, []
     for row in rows:
-        own = ours.get(row.batch)
+        own = ours.get((row.model, row.batch))
         beside = ("", "")
         if own is not None:
             beside = (f"{own.tokens_a_second / row.tokens_a_second:.2f} x", f"{row.first_s / own.first_s:.1f} x")
         floor = f"{row.floor_ms / row.step_ms:.0%}"
         figures = (f"{row.tokens_a_second:.0f}", f"{row.step_ms:.2f}", floor, f"{row.first_s:.1f}")
-        cells.append((row.batch, row.way, *figures, *beside))
-    columns = "batch | way | tokens/s | ms a step | of the floor | first, s | ours is faster by | ours is first by"
+        cells.append((row.model, row.batch, row.way, *figures, *beside))
+    columns = (
+        "model | batch | way | tokens/s | ms a step | of the floor | first, s | ours is faster by | ours is first by"
+    )
     return table_of("Generating text", columns, cells)
 
 

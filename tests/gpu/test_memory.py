@@ -136,18 +136,6 @@ def test_an_estimate_is_near_what_the_device_says(
     assert manager.runtime.pool_bytes() == 0
 
 
-@MODELS
-def test_an_estimate_leaves_graphs_alone(make: Callable[[], CudaGraphManager], no_segment_left: None) -> None:
-    manager = make()
-    manager.capture()
-    counts, pool_bytes, pools = manager.runtime.counts(), manager.runtime.pool_bytes(), private_segments()
-    manager.estimate()
-    assert manager.runtime.counts() == counts
-    assert manager.runtime.pool_bytes() == pool_bytes
-    assert private_segments() == pools
-    manager.close()
-
-
 def test_results_are_right_before_and_after_an_estimate(no_segment_left: None) -> None:
     manager = stack()
     manager.capture()
@@ -166,16 +154,23 @@ def test_results_are_right_before_and_after_an_estimate(no_segment_left: None) -
 
 
 @MODELS
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 0.95, 1.0])
-def test_the_pool_obeys_the_limit(make: Callable[[], CudaGraphManager], share: float, no_segment_left: None) -> None:
+def test_an_estimate_leaves_graphs_alone_and_the_pool_obeys_a_limit(
+    make: Callable[[], CudaGraphManager], no_segment_left: None
+) -> None:
     manager = make()
     manager.capture()
-    num_keys, whole = len(manager.stats().keys), manager.runtime.pool_bytes()
-    max_bytes = int(whole * share)
-    manager.recapture(max_bytes=max_bytes)
-    stats = manager.stats()
-    assert manager.runtime.pool_bytes() == stats.pool_bytes <= max_bytes
-    assert len(stats.keys) + len(stats.left_out) == num_keys
-    assert bool(stats.left_out) == (stats.pool_bytes == 0 or len(stats.keys) < num_keys)
+    counts, whole, pools = manager.runtime.counts(), manager.runtime.pool_bytes(), private_segments()
+    num_keys = len(manager.stats().keys)
+    manager.estimate()
+    assert manager.runtime.counts() == counts
+    assert manager.runtime.pool_bytes() == whole
+    assert private_segments() == pools
+    for share in (0.0, 0.3, 0.7, 0.95, 1.0):
+        max_bytes = int(whole * share)
+        manager.recapture(max_bytes=max_bytes)
+        stats = manager.stats()
+        assert manager.runtime.pool_bytes() == stats.pool_bytes <= max_bytes
+        assert len(stats.keys) + len(stats.left_out) == num_keys
+        assert bool(stats.left_out) == (stats.pool_bytes == 0 or len(stats.keys) < num_keys)
     manager.close()
     assert manager.runtime.pool_bytes() == 0
