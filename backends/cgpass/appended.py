@@ -115,7 +115,6 @@ def lift_attributes(graph_module: fx.GraphModule, sources: Mapping[str, str]) ->
                 lifted[path] = append_placeholder(graph_module.graph, node.name, meta)
             node.replace_all_uses_with(lifted[path])
             graph_module.graph.erase_node(node)
-    graph_module.recompile()
     return [attributes[path] for path in lifted]
 
 
@@ -161,7 +160,6 @@ class _CountingFromStart:
                 self._rewrite(node)
         if not self._appended:
             return None
-        self._graph.owning_module.recompile()  # type: ignore[union-attr]
         return RealSizes(list(self._appended), self._places)
 
     def _rewrite(self, node: fx.Node) -> None:

@@ -38,7 +38,7 @@ from graphpass.options import Fallbacks, Settings
 from graphpass.regions.execute import value_of
 from graphpass.regions.floats import FloatInputs, floats_as_tensors
 from graphpass.regions.padding import AtenGraph
-from graphpass.regions.split import Partition, partition
+from graphpass.regions.split import Partition, partition, uncompiled_copy
 from graphpass.regions.symbols import graph_inputs
 from graphpass.report.records import CallableRecord, CompileSeconds
 
@@ -205,7 +205,8 @@ class _Traced:
     @classmethod
     def of(cls, graph_module: fx.GraphModule, settings: Settings) -> _Traced:
         ends_early = dynamo.graph_break_after(graph_module)
-        whole = _own_copy(graph_module)
+        # Dynamo later reads the placeholders of its own graph to choose the callable's arguments.
+        whole = uncompiled_copy(graph_module)
         floats = floats_as_tensors(whole)
         side_effects = dynamo.side_effects_of_compilation()
         key, identity = TraceKey.of(whole, settings, ends_early, side_effects), None
@@ -350,13 +351,6 @@ def _refuse_subclasses(values: Sequence[Any]) -> None:
             )
 
 
-def _own_copy(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """A copy to edit: Dynamo later reads the placeholders of its own graph to choose the callable's arguments."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(graph_module.graph, {}))
-    return fx.GraphModule(graph_module, graph)
-
-
 def _returns_flat(graph_module: fx.GraphModule) -> bool:
     returned = graph_module.graph.output_node().args[0]
     return isinstance(returned, (tuple, list)) and not any(isinstance(v, (tuple, list, dict)) for v in returned)
@@ -370,7 +364,6 @@ def _drop_unread_inputs(graph_module: fx.GraphModule) -> list[int]:
             taken.append(position)
         else:
             graph_module.graph.erase_node(node)
-    graph_module.recompile()
     return taken
 
 

@@ -87,7 +87,6 @@ def floats_as_tensors(graph_module: fx.GraphModule) -> FloatInputs:
     for node in (*reversed(rewriting.numbers), *rewriting.numbers_as_tensors()):
         if not node.users:  # numbers of constants stay, where an operator takes numbers
             graph.erase_node(node)
-    graph_module.recompile()
     floats = {node for node in rewriting.numbers.values() if node.op == "placeholder" and node.users}
     positions = tuple(p for p, node in enumerate(graph.find_nodes(op="placeholder")) if node in floats)
     return FloatInputs(positions, rewriting.device, tuple(rewriting.constants))

@@ -114,7 +114,7 @@ def partition(
         DeviceError: inputs or parameters are on two devices.
     """
     rules = (splits_at(splitting_ops), *rules)
-    whole = _copy(gm)
+    whole = uncompiled_copy(gm)
     analysis = annotate(whole, example_inputs)
     run_passes(whole, [sizes_as_symbols(analysis.guarded), tuples_unpacked, tuples_stay_home])
     inputs = graph_inputs(whole.graph, analysis.exchanged)
@@ -144,8 +144,8 @@ def partition(
     )
 
 
-def _copy(gm: fx.GraphModule) -> fx.GraphModule:
-    """A graph module with a copy of the graph and the same parameters, buffers and submodules."""
+def uncompiled_copy(gm: fx.GraphModule) -> fx.GraphModule:
+    """A graph module to edit, over the same parameters, buffers and submodules. It never runs: it has no Python."""
     if not isinstance(gm, fx.GraphModule):
         raise PartitionError(
             "partition() splits FX graphs",

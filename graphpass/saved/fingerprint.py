@@ -33,6 +33,10 @@ _NUMBERS_AND_TEXT = (type(None), type(Ellipsis), type(NotImplemented), bool, int
 _PLAIN = (*_NUMBERS_AND_TEXT, torch.dtype, torch.device, torch.layout, torch.memory_format, Path)
 _CONTAINERS = (tuple, list, dict, set, frozenset)
 _MOST_BYTES = 1 << 30
+_WORDS_AT_ONCE = 1 << 21
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_SPLITMIX = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1))
+"""(bits to shift, factor) of each step."""
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, type)
 _WITHOUT_METHODS = (*_PLAIN, *_CONTAINERS, *_FUNCTIONS, torch.Tensor, torch.nn.Module)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
@@ -103,24 +107,52 @@ def _named(kind: Any) -> str:
 
 
 def contents_of(values: Iterable[Any]) -> str | None:
-    """A digest of the contents of tensors and plain values; None if they are more than 1 GiB or have no such text."""
+    """A digest of tensors and plain values; None if a value has no such text, or over 1 GiB would be read on the host.
+
+    Of a tensor on a GPU, 64 bits are computed there: the contents are not copied to the host.
+    """
     found, num_bytes, hashed = list(values), 0, hashlib.sha256()
     for value in found:
         is_tensor = isinstance(value, torch.Tensor)
         if is_tensor and (value.layout is not torch.strided or value.is_quantized):
             return None
-        num_bytes += value.nbytes if is_tensor else 0
+        num_bytes += value.nbytes if is_tensor and not value.is_cuda else 0
     if num_bytes > _MOST_BYTES:
         return None
+    sums = []
     for value in found:
         try:
             hashed.update((brief(value) if isinstance(value, torch.Tensor) else text_of(value)).encode())
         except UnstableError:
             return None
-        if isinstance(value, torch.Tensor):
-            plain = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        if not isinstance(value, torch.Tensor):
+            continue
+        plain = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        if plain.is_cuda:
+            sums.append(mixed_sum(plain))
+        else:
             hashed.update(plain.numpy().data)
+    for each in sums:
+        hashed.update(str(each.item()).encode())
     return hashed.hexdigest()
+
+
+def mixed_sum(plain: torch.Tensor) -> torch.Tensor:
+    """64 bits that depend on each byte and its place: the sum of all words of 8 bytes, each mixed with its index.
+
+    The mixing is that of splitmix64, a bijection of 64-bit words. The result lies on the device of ``plain``, which has
+    one dimension of bytes.
+    """
+    if len(plain) % 8 or plain.storage_offset() % 8:
+        plain = torch.nn.functional.pad(plain, (0, -len(plain) % 8))
+    total = torch.zeros((), dtype=torch.int64, device=plain.device)
+    for number, words in enumerate(plain.view(torch.int64).split(_WORDS_AT_ONCE)):
+        index = torch.arange(1, len(words) + 1, device=plain.device).add_(number * _WORDS_AT_ONCE)
+        mixed = index.mul_(_GOLDEN).add_(words)
+        for shift, factor in _SPLITMIX:
+            mixed.bitwise_xor_((mixed >> shift) & ((1 << 64 - shift) - 1)).mul_(factor)  # a shift without the sign
+        total += mixed.sum()
+    return total
 
 
 def code_of(function: Any) -> str:

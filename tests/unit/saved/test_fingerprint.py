@@ -19,7 +19,8 @@ from cgpass.saved import GraphIdentity
 from graphpass.compat.saving import CannotSaveError, require_lasting
 from graphpass.ledger import Reason
 from graphpass.options import Settings
-from graphpass.saved import UnstableError, assumed, digest, implementations, sources
+from graphpass.saved import UnstableError, assumed, contents_of, digest, implementations, sources
+from graphpass.saved.fingerprint import mixed_sum
 
 PLACE = "graphpass_saved_module"
 
@@ -165,3 +166,46 @@ def test_values_of_the_environment_are_not_written(monkeypatch: pytest.MonkeyPat
     assert "hush" not in str(before)
     monkeypatch.setenv("GRAPHPASS_SECRET", "other")
     assert assumed({"it": os.environ}) != before
+
+
+def bits_of(tensor: torch.Tensor) -> int:
+    return int(mixed_sum(tensor.contiguous().reshape(-1).view(torch.uint8)))
+
+
+def test_the_sum_of_a_tensor_on_a_gpu_is_that_of_splitmix_over_its_words() -> None:
+    def mixed(word: int, index: int) -> int:
+        word = (word + index * 0x9E3779B97F4A7C15) % 2**64
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+            word = (word ^ word >> shift) * factor % 2**64
+        return word
+
+    numbers = torch.randint(-(2**63), 2**63 - 1, (1000,))
+    expected = sum(mixed(word % 2**64, index) for index, word in enumerate(numbers.tolist(), 1))
+    assert bits_of(numbers) % 2**64 == expected % 2**64
+    large = torch.arange(3 * 2**21 + 5)
+    assert bits_of(large) != bits_of(large.roll(2**21)), "the index goes on from one part to the next"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.bool, torch.uint8, torch.int64])
+def test_a_changed_or_moved_element_has_another_sum(dtype: torch.dtype) -> None:
+    values = torch.arange(997).mul(13).remainder(251).to(dtype)
+    found = {bits_of(values)}
+    for place in (0, 3, 500, 996):
+        changed = values.clone()
+        changed[place] = 0 if values[place] else 1
+        found.add(bits_of(changed))
+    swapped = values.clone()
+    swapped[[250, 251]] = values[[251, 250]] if dtype != torch.bool else ~values[[250, 251]]
+    found |= {bits_of(swapped), bits_of(values[1:])}
+    assert len(found) == 7
+    assert bits_of(values[1:]) == bits_of(values[1:].clone()), "wherever it begins in its memory"
+    assert bits_of(values[::3]) == bits_of(values[::3].clone())
+    assert bits_of(values[:0]) == 0
+
+
+def test_a_conjugate_or_negative_view_has_the_digest_of_its_values() -> None:
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    assert contents_of([values.conj()]) == contents_of([values.conj().resolve_conj()]) != contents_of([values])
+    negative = values.conj().imag
+    assert negative.is_neg()
+    assert contents_of([negative]) == contents_of([values.conj().resolve_conj().imag]) != contents_of([values.imag])
