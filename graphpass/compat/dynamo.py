@@ -8,6 +8,7 @@ import inspect
 import operator
 import os
 import re
+import traceback
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -70,10 +71,8 @@ def argument_aliases() -> dict[str, str]:
 def recompile_reason() -> str:
     """The guard that made Dynamo compile the current frame again, with its line; empty if Dynamo does not say."""
     try:
-        from torch._dynamo.utils import get_metrics_context
-
-        reason = str(get_metrics_context()._metrics["recompile_reason"] or "").strip()
-    except (ImportError, AttributeError, KeyError):
+        reason = str(torch._dynamo.utils.get_metrics_context()._metrics["recompile_reason"] or "").strip()
+    except (AttributeError, KeyError):
         return ""
     if re.match(r"\d+/\d+: (?!Unexpected recompilation)", reason) is None:  # beside another thread Dynamo cannot say
         return ""
@@ -92,12 +91,12 @@ def is_dynamo_compiled(runnable: Any) -> bool:
 
 def registered_backend(name: str) -> Callable[..., Any] | None:
     """The backend that torch.compile calls for ``backend=name``, loading its entry point; None if not registered."""
+    from torch._dynamo import exc
     from torch._dynamo.backends.registry import lookup_backend
-    from torch._dynamo.exc import InvalidBackend
 
     try:
         return lookup_backend(name)
-    except InvalidBackend:
+    except exc.InvalidBackend:
         return None
 
 
@@ -159,10 +158,11 @@ def _cache_entries(code: types.CodeType) -> list[Any]:
 
 
 def came_from_tracing(error: BaseException) -> bool:
-    """Whether ``error`` is one of Dynamo's own: it could not trace the code with these inputs."""
-    from torch._dynamo.exc import TorchDynamoException
+    """Whether Dynamo raised ``error``: it could not trace the code, or not say which guard made it compile again."""
+    from torch._dynamo import exc, guards
 
-    return isinstance(error, TorchDynamoException)
+    passed = (frame.f_globals is vars(guards) for frame, _ in traceback.walk_tb(error.__traceback__))
+    return isinstance(error, exc.TorchDynamoException) or any(passed)
 
 
 _REWRITE = "rewrite that line so that torch.compile traces it; torch.compile(model, fullgraph=True) raises there"

@@ -313,3 +313,17 @@ def test_a_size_or_stride_of_a_tensor_is_no_number(compiled: Any) -> None:
         torch.testing.assert_close(fast(x, t), x.unflatten(1, (groups, -1)).sum(2) * 5)
     assert not any("Python number" in problem.what for problem in fast.problems)
     assert sum(counts.replayed for counts in fast.rt.counts().values()) == 4
+
+
+def test_an_error_in_dynamos_reason_for_a_recompile_is_typed() -> None:
+    """One tensor is passed twice where two were, and the guard that failed names an item that is not there any more."""
+
+    def model(x: torch.Tensor, y: torch.Tensor, parts: Any) -> torch.Tensor:
+        return x + y if parts is None else x + y + parts["more"]
+
+    fast = graphed(model)
+    with torch.no_grad():
+        fast(torch.ones(3), torch.ones(3), {"more": torch.ones(3)})
+        x = torch.ones(3)
+        with pytest.raises(CaptureError, match="cannot be compiled for these arguments"):
+            fast(x, x, None)

@@ -92,7 +92,7 @@ MASKED = [
     P("masked maximum with its place", "b+ s~", lambda g, m: g.masked_fill(~m, -INF).max(1)),
     P("maximum of very low values", "b+ s-", lambda g, m: (g - 1e6).masked_fill(~m, -1e4).amax(1)),
     P("maximum of low values", "b+ s+", lambda g, m: (g - 1e6).masked_fill(~m, -INF).amax(1)),
-    P("maximum under an added mask", "b+ s-", lambda g, am: (g + (1 - am) * -1e5).amax(1)),
+    P("maximum under an added mask", "b+ s-", lambda g, am: (g + (1 - am) * -1e5).amax(1), (1.0, 1e6)),
     P("minimum of high values", "b+ s-", lambda g, m: (g + 1e6).masked_fill(~m, 1e4).amin(1)),
     P("masked minimum", "b+ s+", lambda x, m: x.masked_fill(~m[..., None], INF).amin(1)),
     P(
