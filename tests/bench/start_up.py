@@ -3,10 +3,12 @@
 Every figure is taken in a process of its own. The clock starts when the model is on the device, one eager step has run
 and nothing is compiled; it stops when the step named in the table is done on the device. *Cold* is a run with empty
 caches of Inductor and Triton, *warm* a second process with the caches that the first one left. *Loaded* is a process
-with empty caches and the directory of ``warm_start`` that another one left, by part: frames that Dynamo traced,
-artifacts compiled, and the seconds of the capture and of what came before it.
+with empty caches and the directory of ``warm_start`` that another one left.
 
-The second table compiles a decoder with 24 and with 240 small layers from cold caches, for FULL and PIECEWISE, and
+The second table has the parts of each process: Dynamo's trace, the backend, of which graphpass knows its own partition,
+keys, compilation of regions and padding proof, and the rest: imports, loading, capture, the CUDA context's first uses.
+
+The third table compiles a decoder with 24 and with 240 small layers from cold caches, for FULL and PIECEWISE, and
 shows where the backend's time goes. What any compilation costs a fresh process before it compiles anything (loading
 Inductor, Triton and their workers) is a row of its own.
 
@@ -20,6 +22,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,6 +56,7 @@ UNSPLIT_REPLAY = "cgpass FULL without splitting ops, first replay"
 PIECEWISE_REPLAY = "cgpass PIECEWISE, first replay"
 GRAPHED_REPLAY = "graphpass.graphed, first replay"
 BACKEND_PARTS = ("partition", "key", "compile")
+OWN_PARTS = (*BACKEND_PARTS, "proof")
 Figures = dict[str, Any]
 
 
@@ -70,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in _variants(options, console):
         figures["start_up"].append(_cold_and_warm(name, options, console))
         write_json(options.json, figures)
-    console.print(_start_up_table(figures))
+    console.print(_start_up_table(figures), _parts_table(figures))
     for num_layers in () if options.loaded_only else options.layer_counts:
         found = _cold_and_warm(LAYERS, options, console, num_layers)["cold"]
         figures["layers"].append({**found, "rest": found["seconds"] - sum(found[part] for part in BACKEND_PARTS)})
@@ -143,6 +147,19 @@ def _start_up_table(figures: Mapping[str, Any]) -> Table:
     return table_of(title, columns, rows)
 
 
+def _parts_table(figures: Mapping[str, Any]) -> Table:
+    rows = []
+    for row in figures["start_up"]:
+        for state in ("cold", "warm", "saving", "loaded"):
+            if state in row:
+                found = row[state]
+                rest = found["seconds"] - found["trace"] - found["backend"]
+                own = [found.get(part, "") for part in OWN_PARTS]
+                cells = (found["seconds"], found["trace"], found["backend"], *own, rest)
+                rows.append((f"{row['name']}, {state}", *(c and f"{c:.2f}" for c in cells)))
+    return table_of("By part, s", "process | all | trace | backend | partition | keys | regions | proof | rest", rows)
+
+
 def _layers_table(figures: Mapping[str, Any]) -> Table:
     names = ("num_layers", "captured", "eager", "artifacts", "rest", "partition", "key", "compile", "seconds")
     columns = (
@@ -171,7 +188,14 @@ def _figure(options: argparse.Namespace) -> Figures:
         start = time.perf_counter()
         described = _run_until(options.figure, model, inputs, compiler, options.saved)
         synchronize(device)
-        return {"seconds": time.perf_counter() - start, **described()}
+        return {"seconds": time.perf_counter() - start, **_dynamos_parts(), **described()}
+
+
+def _dynamos_parts() -> Figures:
+    """Seconds of all compilations of this process, apart from and within the backend."""
+    spent = {name: sum(found) for name, found in torch._dynamo.utils.compilation_time_metrics.items()}
+    backend = spent.get("OutputGraph.call_user_compiler", 0.0)
+    return {"trace": spent.get("_compile.compile_inner", 0.0) - backend, "backend": backend}
 
 
 def _run_until(
@@ -216,8 +240,10 @@ def _replays(runtime: gp.GraphRuntime) -> Figures:
 
 
 def _graphed_figures(runtime: gp.GraphRuntime, compiled_s: float) -> Figures:
-    frames = sum(torch._dynamo.utils.counters["frames"].values())
-    return {**_replays(runtime), "frames": frames, "artifacts": runtime.compiled(), "until first result": compiled_s}
+    frames = torch._dynamo.utils.counters["frames"]["total"]
+    found = {"frames": frames, "artifacts": runtime.compiled(), "until first result": compiled_s}
+    seconds = [asdict(record.seconds) for record in runtime.callables()]
+    return {**_replays(runtime), **found, **{part: sum(each[part] for each in seconds) for part in OWN_PARTS}}
 
 
 def _layer_figures(runtime: gp.GraphRuntime, num_layers: int) -> Figures:
