@@ -79,7 +79,6 @@ Tables = Mapping[str, npt.NDArray[Any]]
 Words = npt.NDArray[np.int32]
 _KEPT = 256
 _NOTHING = np.empty(0, dtype=np.int32)
-_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.float32): torch.float32}
 
 
 class BatchTables:
@@ -106,8 +105,8 @@ class BatchTables:
         self._words_of_batch = functools.lru_cache(_KEPT)(self._counted_words)
         self._patch_keys, self._token_keys, self._kinds = patch_keys, token_keys, sequence_kinds
         tables = self._tables_of(smallest)
-        self._dtypes = {name: _DTYPES[tables[name].dtype] for name in patch_keys}
-        self._columns = {name: tables[name].shape[1:] for name in patch_keys}
+        #: {name: no rows of a table, but its dtype and columns}. Tables that are missing have one column of int32.
+        self._like = {name: torch.from_numpy(tables[name][:0]) for name in patch_keys}
         #: Tables that are padded with their last value. The others are padded with zero, which is a valid index.
         self._repeat_last = frozenset(
             name for keys in map(piece_keys, sequence_kinds) for name in (keys.query_bounds, keys.key_starts)
@@ -129,7 +128,8 @@ class BatchTables:
         found = {name: sum(map(len, parts)) for name, parts in words.items()}
         sizes = found
         if rows is not None:
-            sizes = {name: max(length, rows[name] * self._width(name)) for name, length in found.items()}
+            widths = {name: math.prod(like.shape[1:]) for name, like in self._like.items()}
+            sizes = {name: max(length, rows[name] * widths.get(name, 1)) for name, length in found.items()}
         flat = torch.empty(sum(sizes.values()), dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
         on_host, start = flat.numpy(), 0
         for name, parts in words.items():
@@ -160,14 +160,9 @@ class BatchTables:
             words |= zip(piece_keys(kind), pieces, strict=True)
         return words
 
-    def _width(self, name: str) -> int:
-        """Number of values in a row."""
-        return math.prod(self._columns.get(name, ()))
-
     def _shaped(self, name: str, words: torch.Tensor) -> torch.Tensor:
-        if name not in self._dtypes:
-            return words
-        return words.view(self._dtypes[name]).view(-1, *self._columns[name])
+        like = self._like.get(name)
+        return words if like is None else words.view(like.dtype).view(-1, *like.shape[1:])
 
 
 def piece_keys(kind: str) -> Pieces[str]:
