@@ -53,11 +53,6 @@ class FixedSizeAdapter(ABC):
 
     # -- what each tower adds
 
-    @property
-    @abstractmethod
-    def _has_pooler(self) -> bool:
-        """Whether the tower has a pooled output."""
-
     @abstractmethod
     def _embed(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """The input of the first block, [images, positions, width]."""
@@ -190,7 +185,8 @@ class FixedSizeAdapter(ABC):
         return torch.cat([last, pooled.unsqueeze(1)], dim=1).flatten(0, 1)
 
     def _checked_output(self, output: str | None) -> str:
-        known = (LAST_HIDDEN_STATE, POOLER_OUTPUT, BOTH) if self._has_pooler else (LAST_HIDDEN_STATE,)
+        has_pooler = getattr(self.tower, "use_head", True)
+        known = (LAST_HIDDEN_STATE, POOLER_OUTPUT, BOTH) if has_pooler else (LAST_HIDDEN_STATE,)
         if output is None:
             return known[-1]
         problem = f"option output of the adapter for {type(self.tower).__name__} has a wrong value"
@@ -213,10 +209,6 @@ class FixedSizeAdapter(ABC):
 class ClipAdapter(FixedSizeAdapter):
     """The adapter for ``CLIPVisionModel``."""
 
-    @property
-    def _has_pooler(self) -> bool:
-        return True
-
     def _embed(self, pixel_values: torch.Tensor) -> torch.Tensor:
         embedded: torch.Tensor = self.tower.pre_layrnorm(self.tower.embeddings(pixel_values))
         return embedded
@@ -227,10 +219,6 @@ class ClipAdapter(FixedSizeAdapter):
 
 class SiglipAdapter(FixedSizeAdapter):
     """The adapter for ``SiglipVisionModel``. Without the head (``vision_use_head=False``) there is no pooled output."""
-
-    @property
-    def _has_pooler(self) -> bool:
-        return bool(self.tower.use_head)
 
     def _embed(self, pixel_values: torch.Tensor) -> torch.Tensor:
         embedded: torch.Tensor = self.tower.embeddings(pixel_values)
