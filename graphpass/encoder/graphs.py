@@ -61,7 +61,6 @@ class CapturedEncoder:
     failed: tuple[tuple[EncoderGraphKey, Reason], ...]  #: (key, reason) of keys without a graph
     planner: BatchPlanner  #: packs items into the captured keys
     state: ModelState  #: weights and settings of the encoder at capture
-    graph_pool: Any  #: the shared graph pool; None if the pool is not shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,7 @@ class EncoderLadder:
         except BaseException:
             graphs.close()
             raise
-        return CapturedEncoder(graphs, budgets, tuple(failed), planner, state, graph_pool)
+        return CapturedEncoder(graphs, budgets, tuple(failed), planner, state)
 
     def estimate(self) -> MemoryEstimate:
         """Estimate the memory that :meth:`capture` needs, from at most three captures in a throwaway pool."""

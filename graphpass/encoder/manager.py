@@ -159,6 +159,7 @@ class EncoderCudaGraphManager:
                 return
             self._drop_graphs()  # an earlier capture may have failed for every budget
             self._compile()
+            self._graph_pool = graph_pool
             self._captured, self._is_to_recapture = self._ladder.capture(graph_pool), False
             self._ledger.rows("encoder", OTHER_SETTING).clear()
 
@@ -306,7 +307,7 @@ class EncoderCudaGraphManager:
                 "yourself",
             )
             self._drop_graphs()
-            self._is_to_recapture, self._graph_pool = True, captured.graph_pool
+            self._is_to_recapture = True
         if self._is_to_recapture:  # by this request, or an earlier one in which that failed
             self.capture(self._graph_pool)
 
