@@ -101,10 +101,11 @@ class BatchTables:
         sequence_kinds: Sequence[str],
         smallest: Frame,
     ) -> None:
-        self._tables_of = functools.lru_cache(_KEPT)(lambda frame: of_frame(*frame))
+        self._of_frame = of_frame
+        self._words_of_frame = functools.lru_cache(_KEPT)(self._flat_words)
         self._words_of_batch = functools.lru_cache(_KEPT)(self._counted_words)
-        self._patch_keys, self._token_keys, self._kinds = patch_keys, token_keys, sequence_kinds
-        tables = self._tables_of(smallest)
+        self._token_keys, self._kinds = token_keys, sequence_kinds
+        tables = of_frame(*smallest)
         #: {name: no rows of a table, but its dtype and columns}. Tables that are missing have one column of int32.
         self._like = {name: torch.from_numpy(tables[name][:0]) for name in patch_keys}
         #: Tables that are padded with their last value. The others are padded with zero, which is a valid index.
@@ -115,7 +116,7 @@ class BatchTables:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all tables."""
-        return (*self._patch_keys, *self._token_keys, *itertools.chain(*map(piece_keys, self._kinds)))
+        return (*self._like, *self._token_keys, *itertools.chain(*map(piece_keys, self._kinds)))
 
     def on_device(
         self, frames: Sequence[Frame], device: torch.device, rows: Mapping[str, int] | None = None
@@ -124,7 +125,9 @@ class BatchTables:
 
         The frames are in the order of their patches; there are no empty frames, but there may be none at all.
         """
-        words = self._words(tuple(frames))
+        each = list(map(self._words_of_frame, frames))
+        words = {name: [of_frame[name] for of_frame in each] or [_NOTHING] for name in self._like}
+        words |= {name: [table] for name, table in self._words_of_batch(tuple(frames)).items()}
         found = {name: sum(map(len, parts)) for name, parts in words.items()}
         sizes = found
         if rows is not None:
@@ -141,15 +144,12 @@ class BatchTables:
         on_device = flat.to(device, non_blocking=True).split(list(sizes.values()))
         return {name: self._shaped(name, part) for name, part in zip(sizes, on_device, strict=True)}
 
-    def _words(self, frames: tuple[Frame, ...]) -> dict[str, list[Words]]:
-        """{name: flat parts whose concatenation is the table}."""
-        each = [self._tables_of(frame) for frame in frames]
-        words = {name: [_flat(tables[name]) for tables in each] or [_NOTHING] for name in self._patch_keys}
-        return words | {name: [table] for name, table in self._words_of_batch(frames).items()}
+    def _flat_words(self, frame: Frame) -> dict[str, Words]:
+        return {name: table.reshape(-1).view(np.int32) for name, table in self._of_frame(*frame).items()}
 
     def _counted_words(self, frames: tuple[Frame, ...]) -> dict[str, Words]:
         """Tables that depend on the position of a frame in the batch."""
-        each = [self._tables_of(frame) for frame in frames]
+        each = list(map(self._words_of_frame, frames))
         words = {}
         for name in self._token_keys:
             starts = itertools.accumulate((len(tables[name]) for tables in each), initial=0)
@@ -168,7 +168,3 @@ class BatchTables:
 def piece_keys(kind: str) -> Pieces[str]:
     """The names of the three tables of a kind of sequences."""
     return Pieces(*(f"{kind}_{name}" for name in Pieces._fields))
-
-
-def _flat(table: npt.NDArray[Any]) -> Words:
-    return table.reshape(-1).view(np.int32)
