@@ -286,15 +286,9 @@ class EncoderCudaGraphManager:
         if not any(spec.output_tokens for spec in specs):
             return
         self._follow_weights()
-        everything = tuple(range(len(specs)))
+        everything, select = tuple(range(len(specs))), self._model.select_encoder_cudagraph_items
         for batch in self._planner().plan(specs):
-            is_whole = batch.items == everything
-            yield (
-                batch,
-                self._outputs(
-                    items if is_whole else self._model.select_encoder_cudagraph_items(items, batch.items), batch
-                ),
-            )
+            yield batch, self._outputs(items if batch.items == everything else select(items, batch.items), batch)
 
     def _follow_weights(self) -> None:
         """If weights changed since the capture, capture again, once the settings are equal to those of the capture."""
