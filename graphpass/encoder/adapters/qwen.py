@@ -199,9 +199,9 @@ class GridAdapter(ABC):
     def _frame_tables(self, height: int, width: int) -> Tables:
         """The tables of one temporal slice, and the lengths of its sequences under each of ``sequence_kinds``."""
 
-    @abstractmethod
     def _most_pieces(self, key: EncoderGraphKey) -> Mapping[str, int]:
-        """{kind of sequences: the most pieces of a batch on ``key``}."""
+        """{kind of sequences: the most pieces of a batch on ``key``}; here of frames alone."""
+        return {"frame": most_pieces(self._frames(key), key.patches, key.patches)}
 
     @abstractmethod
     def _forward(self, buffers: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -369,9 +369,6 @@ class GridAdapter(ABC):
         """Maximum number of temporal slices of a batch; each has at least one token."""
         return min(key.frames or key.items, key.tokens)
 
-    def _frame_pieces(self, key: EncoderGraphKey) -> int:
-        return most_pieces(self._frames(key), key.patches, key.patches)
-
     def _on_device(
         self, grids: Sequence[Grid], device: torch.device, key: EncoderGraphKey | None = None
     ) -> dict[str, torch.Tensor]:
@@ -410,7 +407,7 @@ class Qwen25VLAdapter(GridAdapter):
         """A frame of n tokens has at most n / side + 1 windows: as many if it is one token high."""
         windows = key.tokens // self._tokens_a_side + self._frames(key)
         longest = self._unit * self._tokens_a_side**2
-        return {"frame": self._frame_pieces(key), "window": most_pieces(windows, key.patches, longest)}
+        return {**super()._most_pieces(key), "window": most_pieces(windows, key.patches, longest)}
 
     @property
     def _output_widths(self) -> tuple[int, ...]:
@@ -461,9 +458,6 @@ class Qwen3VLAdapter(GridAdapter):
             "interp_weights": weights,
             "frame": np.array([height * width], dtype=np.int32),
         }
-
-    def _most_pieces(self, key: EncoderGraphKey) -> Mapping[str, int]:
-        return {"frame": self._frame_pieces(key)}
 
     @property
     def _output_widths(self) -> tuple[int, ...]:
