@@ -388,15 +388,13 @@ class _Measurement:
         the last group's samples only.
         """
         grown: list[tuple[int, int]] = []
-        num_copies = 0
-        while True:
+        for num_copies in range(num_keys + 1):
             taken = max(self._meter.driver_bytes() - before, 0)
             if taken and (not grown or taken > grown[-1][1]):
                 grown.append((num_copies, taken))
             # guard: estimate_driver
             if num_copies == num_keys or taken >= _DRIVER_BYTES_TO_SEE or not copies.add(recordings):
                 break
-            num_copies += 1
         if num_copies == num_keys or not grown:
             return taken
         # Until the first growth the driver reused free memory; the growth after it shows the bytes of one key.
