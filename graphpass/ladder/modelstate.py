@@ -151,7 +151,7 @@ class ModelState:
     modules: tuple[torch.nn.Module, ...]  #: all modules of the model
     slots: DictSlots  #: the module dictionaries with the tensors and submodules
     layouts: Layouts  #: shapes and strides of the tensors
-    _has_extent: Callable[[], bool] | None  #: compares the number of submodules and the addresses; None without
+    _has_extent: Callable[[], bool]  #: compares the number of submodules and the addresses of a whole object
 
     @classmethod
     def of_arguments(cls, modules: Sequence[torch.nn.Module], tensors: Sequence[torch.Tensor]) -> ModelState | None:
@@ -174,7 +174,7 @@ class ModelState:
         found = {id(value) for _, _, value in slots if isinstance(value, torch.Tensor)}
         if missing != found:  # guard: tensors_kept_elsewhere
             return None
-        return cls(AmbientState.now(modules), tuple(modules), DictSlots.of(slots), Layouts(tensors), None)
+        return cls(AmbientState.now(modules), tuple(modules), DictSlots.of(slots), Layouts(tensors), lambda: True)
 
     @classmethod
     def of_object(cls, model: object) -> ModelState:
@@ -199,8 +199,7 @@ class ModelState:
 
     def has_weights(self) -> bool:
         """Whether tensors and submodules are the captured objects, with the same addresses and layouts."""
-        has_extent = self._has_extent
-        return self.slots.in_place() and (has_extent is None or has_extent()) and self.layouts.unchanged()
+        return self.slots.in_place() and self._has_extent() and self.layouts.unchanged()
 
     def has_training_flags(self) -> bool:
         """Whether the ``training`` flag of each module is the same as at capture."""
