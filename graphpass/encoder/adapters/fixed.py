@@ -42,11 +42,15 @@ class FixedSizeAdapter(ABC):
     def __init__(self, tower: Any, *, output: str | None = None, max_items: int = 64) -> None:
         embeddings = tower.embeddings
         self.tower = tower
-        self._output = self._checked_output(output)
         self._positions: int = embeddings.num_positions
-        self._rows: int = {LAST_HIDDEN_STATE: self._positions, POOLER_OUTPUT: 1, BOTH: self._positions + 1}[
-            self._output
-        ]
+        rows = {LAST_HIDDEN_STATE: self._positions}
+        if getattr(tower, "use_head", True):
+            rows |= {POOLER_OUTPUT: 1, BOTH: self._positions + 1}
+        default, problem = list(rows)[-1], f"option output of the adapter for {type(tower).__name__} has a wrong value"
+        self._output = default if output is None else output
+        remedy = f"omit the option for {default!r}"
+        one_of(self._output, tuple(rows), problem, remedy=remedy, error=EncoderConfigError)
+        self._rows = rows[self._output]
         self._max_items = checked_count("max_items", max_items)
         self._image_shape = (tower.config.num_channels, embeddings.image_size, embeddings.image_size)
         self._blocks = Blocks(tower, "encoder.layers", EQUAL_ATTENTION, seq_len=self._positions)
@@ -183,15 +187,6 @@ class FixedSizeAdapter(ABC):
         if self._output == POOLER_OUTPUT:
             return pooled
         return torch.cat([last, pooled.unsqueeze(1)], dim=1).flatten(0, 1)
-
-    def _checked_output(self, output: str | None) -> str:
-        has_pooler = getattr(self.tower, "use_head", True)
-        known = (LAST_HIDDEN_STATE, POOLER_OUTPUT, BOTH) if has_pooler else (LAST_HIDDEN_STATE,)
-        if output is None:
-            return known[-1]
-        problem = f"option output of the adapter for {type(self.tower).__name__} has a wrong value"
-        one_of(output, known, problem, remedy=f"omit the option for {known[-1]!r}", error=EncoderConfigError)
-        return output
 
     def _images(self, items: EncoderItems) -> torch.Tensor:
         """The batch of images."""
