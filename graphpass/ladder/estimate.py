@@ -17,6 +17,7 @@ model skips keys that will not fit, which makes this rare.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -111,11 +112,8 @@ _KEYS_A_SAMPLE = 6
 
 def _size_of(key: Key) -> int:
     """The size that a key's memory depends on: its tokens times its integer extras (such as the longest sequence)."""
-    size = key[1].num_tokens
-    for _, value in key[1].extra:
-        if isinstance(value, int) and value > 1:
-            size *= value
-    return size
+    sizes = (value for _, value in key[1].extra if isinstance(value, int) and value > 1)
+    return math.prod(sizes, start=key[1].num_tokens)
 
 
 def keys_to_sample(groups: Groups) -> dict[str, list[Key]]:
