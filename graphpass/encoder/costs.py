@@ -58,7 +58,8 @@ class ItemCosts:
 
     def __call__(self, patches: npt.NDArray[np.int64], frames: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """Seconds of items with each of ``patches`` in each of ``frames`` frames."""
-        return self.each_s + self.square_s * _squares(patches, frames)
+        found: npt.NDArray[np.float64] = self.each_s + self.square_s * (patches**2 / np.maximum(1, frames))
+        return found
 
     def of_call(self, load: Load) -> float:
         """Seconds that all items of ``load`` add."""
@@ -76,8 +77,8 @@ class Load:
     @classmethod
     def of(cls, specs: Sequence[EncoderItemSpec]) -> Load:
         """The load of items with these sizes."""
-        patches, frames = np.array([(spec.input_size, spec.frames) for spec in specs], dtype=np.int64).reshape(-1, 2).T
-        return cls(sum(spec.output_tokens for spec in specs), len(specs), float(_squares(patches, frames).sum()))
+        squares = sum(spec.input_size**2 / max(1, spec.frames) for spec in specs)
+        return cls(sum(spec.output_tokens for spec in specs), len(specs), squares)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,11 +207,6 @@ def _curve(usual: Sequence[_Timing], of_items: ItemCosts) -> EagerCurve:
     rising = np.maximum.accumulate(seconds).tolist()
     by_tokens = dict(zip((timing.load.tokens for timing in ascending), rising, strict=True))
     return EagerCurve(tuple(by_tokens), tuple(by_tokens.values()))
-
-
-def _squares(patches: npt.NDArray[np.int64], frames: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    squares: npt.NDArray[np.float64] = patches.astype(np.float64) ** 2 / np.maximum(1, frames)
-    return squares
 
 
 def timed_s(run: Callable[[], object], device: torch.device) -> float:

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,7 +62,6 @@ class CapturedEncoder:
     failed: tuple[tuple[EncoderGraphKey, Reason], ...]  #: (key, reason) of keys without a graph
     planner: BatchPlanner  #: packs items into the captured keys
     state: ModelState  #: weights and settings of the encoder at capture
-    graph_pool: Any  #: the shared graph pool; None if the pool is not shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class EncoderLadder:
         except BaseException:
             graphs.close()
             raise
-        return CapturedEncoder(graphs, budgets, tuple(failed), planner, state, graph_pool)
+        return CapturedEncoder(graphs, budgets, tuple(failed), planner, state)
 
     def estimate(self) -> MemoryEstimate:
         """Estimate the memory that :meth:`capture` needs, from at most three captures in a throwaway pool."""
@@ -186,15 +186,14 @@ class EncoderLadder:
         if isinstance(self.model, SupportsEncoderExamples):
             items = self.model.get_encoder_example_items(key, self.device, self.dtype, num_items)
             specs = checked_specs(self.model.get_encoder_cudagraph_item_specs(items), self.config)
-            load = Load.of(specs)
-            eager = self._saying_no_memory(key, lambda: eager_outputs(self.model, items))
-            return TimedExample(load, lambda: graphs.replay(key, items), eager)
-        graphs.fill_with_example(key)
-        load = Load(key.tokens, key.items, 0.0)
-        return TimedExample(load, lambda: graphs.run(key), self._saying_no_memory(key, lambda: graphs.run_eagerly(key)))
+            load, replay = Load.of(specs), partial(graphs.replay, key, items)
+            eager: Callable[[], object] = partial(eager_outputs, self.model, items)
+        else:
+            graphs.fill_with_example(key)
+            load, replay = Load(key.tokens, key.items, 0.0), partial(graphs.run, key)
+            eager = partial(graphs.run_eagerly, key)
 
-    def _saying_no_memory(self, key: EncoderGraphKey, eager: Callable[[], object]) -> Callable[[], object]:
-        def run() -> object:
+        def eager_if_there_is_memory() -> object:
             try:
                 return eager()
             except torch.OutOfMemoryError as error:
@@ -206,7 +205,7 @@ class EncoderLadder:
                 )
                 raise
 
-        return run
+        return TimedExample(load, replay, eager_if_there_is_memory)
 
 
 class EncoderGraphs:

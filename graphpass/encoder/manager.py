@@ -159,6 +159,7 @@ class EncoderCudaGraphManager:
                 return
             self._drop_graphs()  # an earlier capture may have failed for every budget
             self._compile()
+            self._graph_pool = graph_pool
             self._captured, self._is_to_recapture = self._ladder.capture(graph_pool), False
             self._ledger.rows("encoder", OTHER_SETTING).clear()
 
@@ -285,15 +286,9 @@ class EncoderCudaGraphManager:
         if not any(spec.output_tokens for spec in specs):
             return
         self._follow_weights()
-        everything = tuple(range(len(specs)))
+        everything, select = tuple(range(len(specs))), self._model.select_encoder_cudagraph_items
         for batch in self._planner().plan(specs):
-            is_whole = batch.items == everything
-            yield (
-                batch,
-                self._outputs(
-                    items if is_whole else self._model.select_encoder_cudagraph_items(items, batch.items), batch
-                ),
-            )
+            yield batch, self._outputs(items if batch.items == everything else select(items, batch.items), batch)
 
     def _follow_weights(self) -> None:
         """If weights changed since the capture, capture again, once the settings are equal to those of the capture."""
@@ -306,7 +301,7 @@ class EncoderCudaGraphManager:
                 "yourself",
             )
             self._drop_graphs()
-            self._is_to_recapture, self._graph_pool = True, captured.graph_pool
+            self._is_to_recapture = True
         if self._is_to_recapture:  # by this request, or an earlier one in which that failed
             self.capture(self._graph_pool)
 

@@ -63,12 +63,10 @@ class EncoderOptions:
     progress: bool | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_pool_bytes", "max_items_per_batch", "max_frames_per_batch", "max_eager_tokens"):
-            if getattr(self, name) is not None:
-                self._refuse_below_one(name)
-        self._refuse_below_one("max_graphs")
-        self._refuse_below_one("log_every")
+        limits = ("max_pool_bytes", "max_items_per_batch", "max_frames_per_batch", "max_eager_tokens")
+        counts = ["max_graphs", "log_every", *(name for name in limits if getattr(self, name) is not None)]
         is_valid = {
+            **{name: (is_integer(getattr(self, name), at_least=1), "an integer of at least 1") for name in counts},
             "enable": (type(self.enable) is bool, "True or False"),
             "compile": (self.compile is None or type(self.compile) is bool, "True, False or None"),
             "progress": (self.progress is None or type(self.progress) is bool, "True, False or None"),
@@ -94,11 +92,6 @@ class EncoderOptions:
         if self.tune is None:
             return saved
         return {**saved, "tune": self.tune, "tune_seconds": self.tune_seconds, "progress": self.progress}
-
-    def _refuse_below_one(self, name: str) -> None:
-        value = getattr(self, name)
-        if not is_integer(value, at_least=1):
-            raise _unusable(name, "an integer of at least 1", value)
 
 
 def _refuse_more_items(max_items: int | None, budgets: Sequence[int], which: int, of_tokens: int) -> None:

@@ -179,9 +179,9 @@ def plan_greedily(sizes: Sizes, table: RungTable, peaks: Sizes | None = None) ->
     are [dimension, item], sizes of which a batch has the maximum.
     """
     items = _Items(sizes, peaks, table)
-    ends = items.greedy_ends()
-    rungs = table.find(*items.loads(_starts(ends), ends))
-    batches = [(batch, table.keys[rung]) for batch, rung in zip(_groups(items.places, ends), rungs, strict=True)]
+    cuts = items.greedy_cuts()
+    rungs = table.find(*items.loads(cuts[:-1], cuts[1:]))
+    batches = [(batch, table.keys[rung]) for batch, rung in zip(_groups(items.places, cuts), rungs, strict=True)]
     return [*batches, *(((item,), None) for item in items.unfit)]
 
 
@@ -202,8 +202,8 @@ def plan_cheaply(
     items = _Items(sizes, peaks, table)
     surcharges = np.zeros(sizes.shape[1]) if surcharges is None else surcharges
     calls = _EagerCalls(sizes[0], surcharges, eager, max_eager_tokens)
-    cuts = (_cheapest_ends(items, table, calls), items.greedy_ends())  # guard: encoder_greedy_plan
-    plans = [_priced(items, ends, table, calls) for ends in cuts]
+    found = (_cheapest_cuts(items, table, calls), items.greedy_cuts())  # guard: encoder_greedy_plan
+    plans = [_priced(items, cuts, table, calls) for cuts in found]
     plans.append(calls.plan([(item,) for item in (*items.places, *items.unfit)]))  # guard: encoder_eager_plan
     return min(plans, key=lambda plan: plan[0])[1]
 
@@ -232,8 +232,8 @@ class _Items:
             highest = np.maximum.reduceat(self._peaks, np.column_stack((starts, ends)).ravel(), axis=1)[:, ::2]
         return self.sums[:, ends] - self.sums[:, starts], highest
 
-    def greedy_ends(self) -> Places:
-        """The ends of consecutive batches, each of as many items as a rung holds."""
+    def greedy_cuts(self) -> Places:
+        """The bounds of consecutive batches, each of as many items as a rung holds."""
         return _walk(self.farthest.tolist())
 
 
@@ -241,20 +241,21 @@ _Plan = tuple[float, list[Planned]]
 """The total cost, and the batches."""
 
 
-def _priced(items: _Items, ends: Places, table: RungTable, calls: _EagerCalls) -> _Plan:
-    """The plan of the batches that end at ``ends``, each as the cheaper of replay and eager call."""
-    rungs = table.find(*items.loads(_starts(ends), ends))
+def _priced(items: _Items, cuts: Places, table: RungTable, calls: _EagerCalls) -> _Plan:
+    """The plan of the batches between ``cuts``, each as the cheaper of replay and eager call."""
+    starts, ends = cuts[:-1], cuts[1:]
+    rungs = table.find(*items.loads(starts, ends))
     costs = table.costs[rungs]
-    replays = costs <= calls.costs(items.places, _starts(ends), ends)  # guard: encoder_cheaper_eagerly
-    groups = _groups(items.places, ends)
+    replays = costs <= calls.costs(items.places, starts, ends)  # guard: encoder_cheaper_eagerly
+    groups = _groups(items.places, cuts)
     alone = [group for group, is_replayed in zip(groups, replays, strict=True) if not is_replayed]
     cost, batches = calls.plan([*alone, *((item,) for item in items.unfit)])
     replayed = [(groups[at], table.keys[rungs[at]]) for at in np.flatnonzero(replays)]
     return float(costs[replays].sum()) + cost, replayed + batches
 
 
-def _cheapest_ends(items: _Items, table: RungTable, calls: _EagerCalls) -> Places:
-    """The ends of consecutive batches with the least total cost, by dynamic programming from the last item on."""
+def _cheapest_cuts(items: _Items, table: RungTable, calls: _EagerCalls) -> Places:
+    """The bounds of consecutive batches with the least total cost, by dynamic programming from the last item on."""
     count = len(items.places)
     widths = np.maximum(items.farthest, _reach(items.sums[0], calls.most)) - np.arange(count)
     longest = LONGEST
@@ -298,16 +299,16 @@ class _EagerCalls:
             return 0.0, []
         of_item = self._tokens.tolist()
         tokens = np.array([sum([of_item[item] for item in group]) for group in groups])
-        ends = _joined(tokens, self.most)
-        merged = [tuple(itertools.chain.from_iterable(run)) for run in _groups(groups, ends)]
-        costs = [float(self._eager(sums).sum()) for sums in (tokens, np.add.reduceat(tokens, _starts(ends)))]
+        cuts = _joined(tokens, self.most)
+        merged = [tuple(itertools.chain.from_iterable(run)) for run in _groups(groups, cuts)]
+        costs = [float(self._eager(sums).sum()) for sums in (tokens, np.add.reduceat(tokens, cuts[:-1]))]
         chosen = merged if costs[1] <= costs[0] else groups
         surcharges = float(self._surcharges[list(itertools.chain.from_iterable(groups))].sum())
         return min(costs) + surcharges, [(group, None) for group in chosen]
 
 
 def _joined(tokens: Sizes, most: int) -> Places:
-    """The ends of calls that merge consecutive groups up to ``most`` tokens. A larger group is a call by itself."""
+    """The bounds of calls that merge consecutive groups up to ``most`` tokens. A larger group is a call by itself."""
     return _walk(_reach(_prefix_sums(tokens), most).tolist())
 
 
@@ -317,12 +318,11 @@ def _reach(sums: Sizes, most: int) -> Places:
 
 
 def _walk(following: Sequence[int]) -> Places:
-    """The ends of batches, from the end of the batch that starts at each item."""
-    ends, at = [], 0
-    while at < len(following):
-        at = following[at]
-        ends.append(at)
-    return np.array(ends, dtype=np.int64)
+    """The bounds of consecutive batches, from the end of the batch that starts at each item."""
+    cuts = [0]
+    while cuts[-1] < len(following):
+        cuts.append(following[cuts[-1]])
+    return np.array(cuts, dtype=np.int64)
 
 
 def _prefix_sums(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -332,14 +332,9 @@ def _prefix_sums(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return sums
 
 
-def _starts(ends: Places) -> Places:
-    """The starts of consecutive batches that end at ``ends``."""
-    return np.concatenate((np.zeros(1, dtype=np.int64), ends[:-1]))[: len(ends)]
-
-
-def _groups(items: Sequence[Any], ends: Places) -> list[tuple[Any, ...]]:
-    """Consecutive runs of ``items``, which end at ``ends``."""
-    return [tuple(items[start:end]) for start, end in itertools.pairwise([0, *ends.tolist()])]
+def _groups(items: Sequence[Any], cuts: Places) -> list[tuple[Any, ...]]:
+    """The runs of ``items`` between ``cuts``."""
+    return [tuple(items[start:end]) for start, end in itertools.pairwise(cuts.tolist())]
 
 
 def one_by_one(eager: Callable[[int], float]) -> TokenCosts:

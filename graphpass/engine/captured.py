@@ -109,14 +109,24 @@ class CapturedKeys:
                 remedy=again if self.costs else none,
             )
         limited = self._on_some_rank(max_bytes is not None)
-        fits = self.estimate().pool if limited else None
+        fits = self.estimate().pool if limited else PoolModel({}, {}, {})
         with (
             replay_settings(),
             self._inputs.restoring(),
             self._model.restoring_state(),  # guard: manager_state
             self._runtime.capturing(by_calls=False),
+            # Here, because the first run may have removed the FULL keys.
+            capture_progress(missing := self.missing(), self._model.settings.progress) as progress,
         ):
-            self.left_out = self._capture_in_order(max_bytes, fits)
+
+            def captured(key: Key) -> None:
+                progress.set_postfix_str(f"{key[0]} {key[1]}")
+                self._capture(key)
+                progress.update()
+
+            num_bytes = int if max_bytes is None else self._runtime.pool_bytes  # reading the size of a pool takes time
+            pool = KeyPool(num_bytes, captured, self._drop_graphs, self._on_some_rank)
+            self.left_out = capture_within(max_bytes, pool, list(self.costs), missing, fits)
         self._memory.settle()  # release the memory that warm-ups have left in the allocator's cache
         if self.left_out:
             mode, descriptor = self.left_out[0]
@@ -126,24 +136,6 @@ class CapturedKeys:
                 at=f"{mode} {descriptor}" + (f" and {len(self.left_out) - 1} more" if len(self.left_out) > 1 else ""),
                 is_recorded=True,
             )
-
-    def _capture_in_order(self, max_bytes: int | None, fits: PoolModel | None) -> tuple[Key, ...]:
-        """Capture the missing keys, or as many as fit; returns the keys that are left out."""
-        missing = self.missing()  # the first run may have removed the FULL keys
-        with capture_progress(missing, self._model.settings.progress) as progress:
-
-            def captured(key: Key) -> None:
-                progress.set_postfix_str(f"{key[0]} {key[1]}")
-                self._capture(key)
-                progress.update()
-
-            if fits is None:
-                for key in missing:
-                    self._on_some_rank(False)  # raises if another rank has failed
-                    captured(key)
-                return ()
-            pool = KeyPool(self._runtime.pool_bytes, captured, self._drop_graphs, self._on_some_rank)
-            return capture_within(max_bytes, pool, list(self.costs), missing, fits)
 
     def estimate(self) -> MemoryEstimate:
         """Estimate the memory of all keys, see :meth:`CudaGraphManager.estimate`."""

@@ -21,7 +21,7 @@ from graphpass.dispatch.dispatcher import CudagraphDispatcher
 from graphpass.dispatch.keys import Dispatch, DispatchReason
 from graphpass.engine.batch import AttentionMetadataBuilder, Batch, ForwardHooks, InputSpec
 from graphpass.engine.buffers import InputBuffers, RealInputs, Sizes
-from graphpass.engine.captured import CapturedKey, CapturedKeys, Checked, KnownStep
+from graphpass.engine.captured import CapturedKey, CapturedKeys, Checked
 from graphpass.engine.model import GraphChecks, Model, fields_named
 from graphpass.engine.stats import ManagerStats
 from graphpass.errors import CaptureError, OptionError, ShapeError
@@ -340,8 +340,16 @@ class CudaGraphManager:
         if known is None:
             known = self._captured.first_step(captured, step.sizes, self._replays[key])
         with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
-            if captured.is_bare and not self._is_hooked:
-                self._replay(captured, known, batch)
+            if captured.is_bare and not self._is_hooked:  # no forward context is made, as the graph reads none
+                plan, lease = captured.plan, self._model.runtime.lease
+                assert plan is not None
+                lease.acquire_for_one_replay("a manager")
+                try:
+                    self._inputs.fill(batch.inputs, known.inputs)
+                    plan.inputs.check(captured.args)
+                    plan.run(captured.args, lease)
+                finally:
+                    lease.release()
             else:
                 if self._is_hooked or captured.plan is None or decision.mode is not CUDAGraphMode.FULL:
                     checked.clear()  # guard: attended_steps
@@ -354,18 +362,6 @@ class CudaGraphManager:
         row.real += batch.num_tokens
         self._sizes[batch.num_tokens] += 1
         return result
-
-    def _replay(self, captured: CapturedKey, known: KnownStep, batch: Batch) -> None:
-        """Fill the buffers and replay a graph that reads nothing of the forward context, which then is not made."""
-        plan, lease = captured.plan, self._model.runtime.lease
-        assert plan is not None
-        lease.acquire_for_one_replay("a manager")
-        try:
-            self._inputs.fill(batch.inputs, known.inputs)
-            plan.inputs.check(captured.args)
-            plan.run(captured.args, lease)
-        finally:
-            lease.release()
 
     def _without_graph(self, step: _NextStep, batch: Batch) -> Any:
         """Run the compiled model over a batch at its real number of tokens."""

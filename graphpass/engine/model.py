@@ -242,8 +242,8 @@ class Model:
         """
         if self._recipe is None:
             with self.inputs.restoring():  # the caller may have written a batch to the buffers
-                self._recipe, never_full = self._learned()
-            why = self._recipe.why_through_dynamo
+                self._recipe = self._learned()
+            why, never_full = self._recipe.why_through_dynamo, self._recipe.never_full
             if why is not None:
                 self.runtime.warn(f"every step goes through Dynamo's guards: {why}", why.remedy)
             if never_full is not None and self.dispatcher.mode.has_mode(CUDAGraphMode.FULL):
@@ -252,8 +252,8 @@ class Model:
                 self.dispatcher.initialize_keys(CUDAGraphMode.PIECEWISE, query_len)
         return self._recipe
 
-    def _learned(self) -> tuple[Recipe, Reason | None]:
-        """Run the model; returns its recipe, and why it cannot have FULL graphs, or None."""
+    def _learned(self) -> Recipe:
+        """Run the model, and learn its recipe."""
         keys = [key for _, keys in self.dispatcher.capture_plan() for key in keys]
         for key in keys:
             self.sizes_of(key)
@@ -270,10 +270,10 @@ class Model:
         assert learned is not None, "a run of however many graphs has a recipe"
         return learned
 
-    def _run_once(self, sizes: Sizes, *, most_graphs: float = math.inf) -> tuple[Recipe, Reason | None] | None:
+    def _run_once(self, sizes: Sizes, *, most_graphs: float = math.inf) -> Recipe | None:
         """Run the model at these sizes over example inputs, without a graph, and undo the effects.
 
-        Returns what :meth:`_learned` does, or None if the model is more than ``most_graphs`` graphs.
+        Returns its recipe, or None if it is more than ``most_graphs`` graphs.
         """
         inputs, none = self.inputs.at(sizes), CUDAGraphMode.NONE
         metadata = self.prepared(inputs, BatchDescriptor(sizes["num_tokens"]), none)
@@ -333,9 +333,7 @@ class Model:
     def _buffers(self) -> list[torch.Tensor]:
         return [buffer for module in self.modules for buffer in module.buffers(recurse=False)]
 
-    def _recipe_of(
-        self, inputs: PaddedInputs, result: Any, reached: Reached, written: Collection[str]
-    ) -> tuple[Recipe, Reason | None]:
+    def _recipe_of(self, inputs: PaddedInputs, result: Any, reached: Reached, written: Collection[str]) -> Recipe:
         """The recipe of a run that wrote to the inputs in ``written``, also between its graphs."""
         self.check_graphs(reached, inputs)
         leaves, spec = trees.flatten(result)
@@ -345,7 +343,7 @@ class Model:
         is_split = len(reached) > 1  # guard: manager_several_graphs_state
         state, generators = self._changed_by(reached, inputs, is_split=is_split)
         self.inputs.pad_always(mutated)
-        recipe = Recipe(
+        return Recipe(
             spec=spec,
             build_result=trees.builder_of(spec),
             cuts=cuts,
@@ -355,8 +353,8 @@ class Model:
             mutated=mutated,
             state=tuple(state),
             generators=tuple(generators),
+            never_full=next((call.callable.never_full for call in reached if call.callable.never_full), None),
         )
-        return recipe, next((call.callable.never_full for call in reached if call.callable.never_full), None)
 
     def _why_through_dynamo(self, reached: Reached, sources: LeafSources | str) -> Reason | None:
         if isinstance(sources, str):

@@ -52,6 +52,7 @@ class Recipe:
     mutated: frozenset[str] = frozenset()  #: names of the inputs that the model writes to
     state: tuple[torch.Tensor, ...] = ()  #: other tensors that the model may write to
     generators: tuple[torch.Generator, ...] = ()  #: random number generators that the model may draw from
+    never_full: Reason | None = None  #: why the model cannot have FULL graphs, or None
 
     def leaves(self, flat: Sequence[Any], inputs: PaddedInputs) -> list[Any]:
         """The leaves of the result, from the flat outputs of a captured graph."""

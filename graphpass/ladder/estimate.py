@@ -17,6 +17,7 @@ model skips keys that will not fit, which makes this rare.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -111,11 +112,8 @@ _KEYS_A_SAMPLE = 6
 
 def _size_of(key: Key) -> int:
     """The size that a key's memory depends on: its tokens times its integer extras (such as the longest sequence)."""
-    size = key[1].num_tokens
-    for _, value in key[1].extra:
-        if isinstance(value, int) and value > 1:
-            size *= value
-    return size
+    sizes = (value for _, value in key[1].extra if isinstance(value, int) and value > 1)
+    return math.prod(sizes, start=key[1].num_tokens)
 
 
 def keys_to_sample(groups: Groups) -> dict[str, list[Key]]:
@@ -388,15 +386,13 @@ class _Measurement:
         the last group's samples only.
         """
         grown: list[tuple[int, int]] = []
-        num_copies = 0
-        while True:
+        for num_copies in range(num_keys + 1):
             taken = max(self._meter.driver_bytes() - before, 0)
             if taken and (not grown or taken > grown[-1][1]):
                 grown.append((num_copies, taken))
             # guard: estimate_driver
             if num_copies == num_keys or taken >= _DRIVER_BYTES_TO_SEE or not copies.add(recordings):
                 break
-            num_copies += 1
         if num_copies == num_keys or not grown:
             return taken
         # Until the first growth the driver reused free memory; the growth after it shows the bytes of one key.

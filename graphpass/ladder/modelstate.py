@@ -151,7 +151,7 @@ class ModelState:
     modules: tuple[torch.nn.Module, ...]  #: all modules of the model
     slots: DictSlots  #: the module dictionaries with the tensors and submodules
     layouts: Layouts  #: shapes and strides of the tensors
-    _has_extent: Callable[[], bool] | None  #: compares the number of submodules and the addresses; None without
+    _has_extent: Callable[[], bool]  #: compares the number of submodules and the addresses of a whole object
 
     @classmethod
     def of_arguments(cls, modules: Sequence[torch.nn.Module], tensors: Sequence[torch.Tensor]) -> ModelState | None:
@@ -174,7 +174,7 @@ class ModelState:
         found = {id(value) for _, _, value in slots if isinstance(value, torch.Tensor)}
         if missing != found:  # guard: tensors_kept_elsewhere
             return None
-        return cls(AmbientState.now(modules), tuple(modules), DictSlots.of(slots), Layouts(tensors), None)
+        return cls(AmbientState.now(modules), tuple(modules), DictSlots.of(slots), Layouts(tensors), lambda: True)
 
     @classmethod
     def of_object(cls, model: object) -> ModelState:
@@ -199,8 +199,7 @@ class ModelState:
 
     def has_weights(self) -> bool:
         """Whether tensors and submodules are the captured objects, with the same addresses and layouts."""
-        has_extent = self._has_extent
-        return self.slots.in_place() and (has_extent is None or has_extent()) and self.layouts.unchanged()
+        return self.slots.in_place() and self._has_extent() and self.layouts.unchanged()
 
     def has_training_flags(self) -> bool:
         """Whether the ``training`` flag of each module is the same as at capture."""
@@ -245,27 +244,29 @@ def _roots_within(value: object, depth: int, seen: set[int]) -> Iterator[torch.n
 # -- Python state -----------------------------------------------------------------------------------------------------
 
 
+Entries = list[tuple[Any, Any]]
+"""The items of a container: (key, value) of a dict, (position, value) of a list, set or deque."""
+
+
 @dataclass(frozen=True, slots=True)
 class PythonState:
     """Shallow copies of the attributes of modules, and of all built-in containers that are reachable from them."""
 
-    copies: dict[int, tuple[Any, Any]]  #: {id of a dict, list, set or deque: (the container, a copy of its items)}
+    copies: dict[int, tuple[Any, Entries]]  #: {id of a dict, list, set or deque: (the container, its items)}
     modules: frozenset[int]  #: ids of the modules
     numbers: Any  #: state of Python's ``random`` module
 
     @classmethod
     def of(cls, modules: Sequence[torch.nn.Module]) -> PythonState:
         """Copy the current state of these modules."""
-        copies: dict[int, tuple[Any, Any]] = {}
+        copies: dict[int, tuple[Any, Entries]] = {}
         waiting: list[Any] = [vars(module) for module in modules]
         while waiting:
             container = waiting.pop()
-            if id(container) in copies:
-                continue
-            items = _items_of(container)
-            copies[id(container)] = (container, items)
-            values = items.values() if isinstance(items, dict) else items
-            waiting += [value for value in values if isinstance(value, _CONTAINERS)]
+            if id(container) not in copies:
+                entries = _entries_of(container)
+                copies[id(container)] = (container, entries)
+                waiting += [value for _, value in entries if isinstance(value, tuple(_REFILLED))]
         return cls(copies, frozenset(map(id, modules)), random.getstate())
 
     def restores(self, owner: int) -> bool:
@@ -274,49 +275,37 @@ class PythonState:
 
     def holds_tensor(self, tensor: torch.Tensor) -> bool:
         """Whether this tensor object was in an attribute or container of the modules."""
-        return any(
-            value is tensor
-            for _, items in self.copies.values()
-            for value in (items.values() if isinstance(items, dict) else items)
-        )
+        return any(value is tensor for _, entries in self.copies.values() for _, value in entries)
 
     def new_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Tensors that were added to a container since the copy, each with its key or position as text."""
         found = []
-        for container, items in self.copies.values():
-            known = set(map(id, items.values() if isinstance(items, dict) else items))
-            now = container.items() if isinstance(container, dict) else enumerate(container)
+        for container, entries in self.copies.values():
+            known, now = {id(value) for _, value in entries}, _entries_of(container)
             found += [(repr(k), v) for k, v in now if isinstance(v, torch.Tensor) and id(v) not in known]
         return found
 
     def restore(self) -> None:
         """Restore the containers that have changed; unchanged ones are not written to."""
-        for container, items in self.copies.values():
-            if not _same(_items_of(container), items):  # guard: manager_python_state
-                _refill(container, items)
+        for container, entries in self.copies.values():
+            now = _entries_of(container)
+            is_same = [key for key, _ in now] == [key for key, _ in entries] and all(
+                value is kept for (_, value), (_, kept) in zip(now, entries, strict=True)
+            )
+            if not is_same:  # guard: manager_python_state
+                _refill(container, entries)
         random.setstate(self.numbers)  # guard: manager_python_random
 
 
-_CONTAINERS = (dict, list, set, collections.deque)
+def _entries_of(container: Any) -> Entries:
+    return list(container.items() if isinstance(container, dict) else enumerate(container))
 
 
-def _items_of(container: Any) -> Any:
-    return dict(container) if isinstance(container, dict) else list(container)
-
-
-def _same(found: Any, saved: Any) -> bool:
-    """Whether two copies contain the same objects in the same order."""
-    if isinstance(saved, dict) and list(found) != list(saved):
-        return False
-    pairs = (found.values(), saved.values()) if isinstance(saved, dict) else (found, saved)
-    return len(found) == len(saved) and all(one is other for one, other in zip(*pairs, strict=True))
-
-
-def _refill(container: Any, items: Any) -> None:
+def _refill(container: Any, entries: Entries) -> None:
     """Replace the items by methods of the built-in class, because a subclass may override them with side effects."""
     kind = next(kind for kind in _REFILLED if isinstance(container, kind))
     kind.clear(container)
-    _REFILLED[kind](container, items)
+    _REFILLED[kind](container, entries if isinstance(container, dict) else [value for _, value in entries])
 
 
 _REFILLED: dict[Any, Callable[[Any, Any], None]] = {

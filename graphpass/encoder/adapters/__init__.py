@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from graphpass.encoder.adapters.fixed import ClipAdapter, FixedSizeAdapter, SiglipAdapter
@@ -22,14 +21,12 @@ __all__ = [
     "adapter_for",
 ]
 
-_ADAPTERS: Mapping[str, Callable[..., SupportsEncoderCudaGraph]] = MappingProxyType(
-    {
-        "CLIPVisionModel": ClipAdapter,
-        "Qwen2_5_VisionTransformerPretrainedModel": Qwen25VLAdapter,
-        "Qwen3VLVisionModel": Qwen3VLAdapter,
-        "SiglipVisionModel": SiglipAdapter,
-    }
-)
+_ADAPTERS: Mapping[str, Callable[..., SupportsEncoderCudaGraph]] = {
+    "CLIPVisionModel": ClipAdapter,
+    "Qwen2_5_VisionTransformerPretrainedModel": Qwen25VLAdapter,
+    "Qwen3VLVisionModel": Qwen3VLAdapter,
+    "SiglipVisionModel": SiglipAdapter,
+}
 
 
 def adapter_for(tower: Any, **options: Any) -> SupportsEncoderCudaGraph:

@@ -42,21 +42,20 @@ class FixedSizeAdapter(ABC):
     def __init__(self, tower: Any, *, output: str | None = None, max_items: int = 64) -> None:
         embeddings = tower.embeddings
         self.tower = tower
-        self._output = self._checked_output(output)
         self._positions: int = embeddings.num_positions
-        self._rows: int = {LAST_HIDDEN_STATE: self._positions, POOLER_OUTPUT: 1, BOTH: self._positions + 1}[
-            self._output
-        ]
+        rows = {LAST_HIDDEN_STATE: self._positions}
+        if getattr(tower, "use_head", True):
+            rows |= {POOLER_OUTPUT: 1, BOTH: self._positions + 1}
+        default, problem = list(rows)[-1], f"option output of the adapter for {type(tower).__name__} has a wrong value"
+        self._output = default if output is None else output
+        remedy = f"omit the option for {default!r}"
+        one_of(self._output, tuple(rows), problem, remedy=remedy, error=EncoderConfigError)
+        self._rows = rows[self._output]
         self._max_items = checked_count("max_items", max_items)
         self._image_shape = (tower.config.num_channels, embeddings.image_size, embeddings.image_size)
         self._blocks = Blocks(tower, "encoder.layers", EQUAL_ATTENTION, seq_len=self._positions)
 
     # -- what each tower adds
-
-    @property
-    @abstractmethod
-    def _has_pooler(self) -> bool:
-        """Whether the tower has a pooled output."""
 
     @abstractmethod
     def _embed(self, pixel_values: torch.Tensor) -> torch.Tensor:
@@ -189,14 +188,6 @@ class FixedSizeAdapter(ABC):
             return pooled
         return torch.cat([last, pooled.unsqueeze(1)], dim=1).flatten(0, 1)
 
-    def _checked_output(self, output: str | None) -> str:
-        known = (LAST_HIDDEN_STATE, POOLER_OUTPUT, BOTH) if self._has_pooler else (LAST_HIDDEN_STATE,)
-        if output is None:
-            return known[-1]
-        problem = f"option output of the adapter for {type(self.tower).__name__} has a wrong value"
-        one_of(output, known, problem, remedy=f"omit the option for {known[-1]!r}", error=EncoderConfigError)
-        return output
-
     def _images(self, items: EncoderItems) -> torch.Tensor:
         """The batch of images."""
         images = items.get("pixel_values")
@@ -213,10 +204,6 @@ class FixedSizeAdapter(ABC):
 class ClipAdapter(FixedSizeAdapter):
     """The adapter for ``CLIPVisionModel``."""
 
-    @property
-    def _has_pooler(self) -> bool:
-        return True
-
     def _embed(self, pixel_values: torch.Tensor) -> torch.Tensor:
         embedded: torch.Tensor = self.tower.pre_layrnorm(self.tower.embeddings(pixel_values))
         return embedded
@@ -227,10 +214,6 @@ class ClipAdapter(FixedSizeAdapter):
 
 class SiglipAdapter(FixedSizeAdapter):
     """The adapter for ``SiglipVisionModel``. Without the head (``vision_use_head=False``) there is no pooled output."""
-
-    @property
-    def _has_pooler(self) -> bool:
-        return bool(self.tower.use_head)
 
     def _embed(self, pixel_values: torch.Tensor) -> torch.Tensor:
         embedded: torch.Tensor = self.tower.embeddings(pixel_values)

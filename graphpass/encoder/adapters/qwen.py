@@ -16,7 +16,7 @@ import torch
 from graphpass.capture.settings import capture_settings
 from graphpass.encoder.adapters.tables import BatchTables, Tables, interpolation, piece_keys, position_ids, windows
 from graphpass.encoder.adapters.tower import Blocks, WholePatches, checked_count, eagerly, unserved_tower
-from graphpass.encoder.attention import PACKED_ATTENTION, Pieces, most_pieces, pieces_on
+from graphpass.encoder.attention import PACKED_ATTENTION, most_pieces, pieces_on
 from graphpass.encoder.protocol import (
     EncoderCudaGraphConfig,
     EncoderGraphKey,
@@ -131,6 +131,8 @@ def _unfit(expected: str, found: str) -> ShapeError:
     )
 
 
+_BOUNDS = "_bounds"
+"""After a kind of sequences: the name of the table with their bounds, without empty sequences."""
 _EXAMPLE_TOKENS_AN_IMAGE = 256
 _EXAMPLE_LENGTHS = (409,) * 5
 """Sequence lengths of the example for compilation. Inductor selects kernels by its sizes, which are those of typical
@@ -197,9 +199,9 @@ class GridAdapter(ABC):
     def _frame_tables(self, height: int, width: int) -> Tables:
         """The tables of one temporal slice, and the lengths of its sequences under each of ``sequence_kinds``."""
 
-    @abstractmethod
     def _most_pieces(self, key: EncoderGraphKey) -> Mapping[str, int]:
-        """{kind of sequences: the most pieces of a batch on ``key``}."""
+        """{kind of sequences: the most pieces of a batch on ``key``}; here of frames alone."""
+        return {"frame": most_pieces(self._frames(key), key.patches, key.patches)}
 
     @abstractmethod
     def _forward(self, buffers: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -280,7 +282,7 @@ class GridAdapter(ABC):
         if not self._blocks.compute_rows_alone():
             # The tower's own attention may split the sequences on the host and refuse empty ones.
             for kind in self.sequence_kinds:
-                tables[_bounds_key(kind)] = tables[piece_keys(kind).key_starts].unique_consecutive()
+                tables[kind + _BOUNDS] = tables[piece_keys(kind).key_starts].unique_consecutive()
         with eagerly():
             return self._forward({"pixel_values": pixels.to(self._device), **tables})
 
@@ -304,8 +306,9 @@ class GridAdapter(ABC):
         hidden = torch.zeros(num_patches, config.hidden_size, device=weight.device, dtype=weight.dtype)
         head_dim = config.hidden_size // config.num_heads
         angles = torch.zeros(num_patches, head_dim, device=weight.device, dtype=torch.float32)
-        pieces = pieces_on(_EXAMPLE_LENGTHS, weight.device)
-        arguments = _block_arguments(pieces, (angles, angles.clone()))
+        kind = self.sequence_kinds[0]
+        pieces = zip(piece_keys(kind), pieces_on(_EXAMPLE_LENGTHS, weight.device), strict=True)
+        arguments = self._within(kind, dict(pieces), (angles, angles.clone()))
         self._blocks.compile(hidden, arguments, compiler=compiler, runtime=runtime, **options)
 
     def _read(self, items: EncoderItems) -> GridItems:
@@ -322,9 +325,19 @@ class GridAdapter(ABC):
     def _within(
         kind: str, buffers: Mapping[str, torch.Tensor], position_embeddings: tuple[torch.Tensor, torch.Tensor]
     ) -> dict[str, Any]:
-        """Arguments of a block that attends within sequences of ``kind``."""
-        pieces = Pieces(*(buffers[name] for name in piece_keys(kind)))
-        return _block_arguments(pieces, position_embeddings, bounds=buffers.get(_bounds_key(kind)))
+        """Arguments of a block that attends within sequences of ``kind``.
+
+        Transformers passes unknown arguments of a block on to the attention function. An attention that is part of the
+        tower reads ``cu_seqlens``. Without a table of bounds these are the ``key_starts``, which are also bounds of the
+        sequences, with additional empty sequences.
+        """
+        pieces = {field: buffers[name] for field, name in piece_keys(kind)._asdict().items()}
+        return {
+            "cu_seqlens": buffers.get(kind + _BOUNDS, pieces["key_starts"]),  # guard: encoder_bounds_of_sequences
+            "max_seqlen": len(position_embeddings[0]),
+            "position_embeddings": position_embeddings,
+            **pieces,
+        }
 
     @property
     def _device(self) -> torch.device:
@@ -356,41 +369,12 @@ class GridAdapter(ABC):
         """Maximum number of temporal slices of a batch; each has at least one token."""
         return min(key.frames or key.items, key.tokens)
 
-    def _frame_pieces(self, key: EncoderGraphKey) -> int:
-        return most_pieces(self._frames(key), key.patches, key.patches)
-
     def _on_device(
         self, grids: Sequence[Grid], device: torch.device, key: EncoderGraphKey | None = None
     ) -> dict[str, torch.Tensor]:
         """The tables of a batch, padded to the rows of ``key``."""
         frames = [(height, width) for t, height, width in grids for _ in range(t) if height * width]
         return self._tables.on_device(frames, device, None if key is None else self._rows(key))
-
-
-def _bounds_key(kind: str) -> str:
-    """The name of the table with the bounds of the sequences of ``kind``, without empty sequences."""
-    return f"{kind}_bounds"
-
-
-def _block_arguments(
-    pieces: Pieces[torch.Tensor],
-    position_embeddings: tuple[torch.Tensor, torch.Tensor],
-    *,
-    bounds: torch.Tensor | None = None,
-) -> dict[str, Any]:
-    """Arguments of a block; transformers passes unknown arguments on to the attention function.
-
-    An attention that is part of the tower reads ``cu_seqlens``. Without ``bounds`` these are the ``key_starts``, which
-    are also bounds of the sequences, with additional empty sequences.
-    """
-    return {
-        "cu_seqlens": pieces.key_starts if bounds is None else bounds,  # guard: encoder_bounds_of_sequences
-        "max_seqlen": len(position_embeddings[0]),
-        "query_bounds": pieces.query_bounds,
-        "key_starts": pieces.key_starts,
-        "key_lengths": pieces.key_lengths,
-        "position_embeddings": position_embeddings,
-    }
 
 
 class Qwen25VLAdapter(GridAdapter):
@@ -423,7 +407,7 @@ class Qwen25VLAdapter(GridAdapter):
         """A frame of n tokens has at most n / side + 1 windows: as many if it is one token high."""
         windows = key.tokens // self._tokens_a_side + self._frames(key)
         longest = self._unit * self._tokens_a_side**2
-        return {"frame": self._frame_pieces(key), "window": most_pieces(windows, key.patches, longest)}
+        return {**super()._most_pieces(key), "window": most_pieces(windows, key.patches, longest)}
 
     @property
     def _output_widths(self) -> tuple[int, ...]:
@@ -474,9 +458,6 @@ class Qwen3VLAdapter(GridAdapter):
             "interp_weights": weights,
             "frame": np.array([height * width], dtype=np.int32),
         }
-
-    def _most_pieces(self, key: EncoderGraphKey) -> Mapping[str, int]:
-        return {"frame": self._frame_pieces(key)}
 
     @property
     def _output_widths(self) -> tuple[int, ...]:

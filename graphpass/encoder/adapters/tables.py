@@ -79,7 +79,6 @@ Tables = Mapping[str, npt.NDArray[Any]]
 Words = npt.NDArray[np.int32]
 _KEPT = 256
 _NOTHING = np.empty(0, dtype=np.int32)
-_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.float32): torch.float32}
 
 
 class BatchTables:
@@ -102,12 +101,13 @@ class BatchTables:
         sequence_kinds: Sequence[str],
         smallest: Frame,
     ) -> None:
-        self._tables_of = functools.lru_cache(_KEPT)(lambda frame: of_frame(*frame))
+        self._of_frame = of_frame
+        self._words_of_frame = functools.lru_cache(_KEPT)(self._flat_words)
         self._words_of_batch = functools.lru_cache(_KEPT)(self._counted_words)
-        self._patch_keys, self._token_keys, self._kinds = patch_keys, token_keys, sequence_kinds
-        tables = self._tables_of(smallest)
-        self._dtypes = {name: _DTYPES[tables[name].dtype] for name in patch_keys}
-        self._columns = {name: tables[name].shape[1:] for name in patch_keys}
+        self._token_keys, self._kinds = token_keys, sequence_kinds
+        tables = of_frame(*smallest)
+        #: {name: no rows of a table, but its dtype and columns}. Tables that are missing have one column of int32.
+        self._like = {name: torch.from_numpy(tables[name][:0]) for name in patch_keys}
         #: Tables that are padded with their last value. The others are padded with zero, which is a valid index.
         self._repeat_last = frozenset(
             name for keys in map(piece_keys, sequence_kinds) for name in (keys.query_bounds, keys.key_starts)
@@ -116,7 +116,7 @@ class BatchTables:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all tables."""
-        return (*self._patch_keys, *self._token_keys, *itertools.chain(*map(piece_keys, self._kinds)))
+        return (*self._like, *self._token_keys, *itertools.chain(*map(piece_keys, self._kinds)))
 
     def on_device(
         self, frames: Sequence[Frame], device: torch.device, rows: Mapping[str, int] | None = None
@@ -125,11 +125,14 @@ class BatchTables:
 
         The frames are in the order of their patches; there are no empty frames, but there may be none at all.
         """
-        words = self._words(tuple(frames))
+        each = list(map(self._words_of_frame, frames))
+        words = {name: [of_frame[name] for of_frame in each] or [_NOTHING] for name in self._like}
+        words |= {name: [table] for name, table in self._words_of_batch(tuple(frames)).items()}
         found = {name: sum(map(len, parts)) for name, parts in words.items()}
         sizes = found
         if rows is not None:
-            sizes = {name: max(length, rows[name] * self._width(name)) for name, length in found.items()}
+            widths = {name: math.prod(like.shape[1:]) for name, like in self._like.items()}
+            sizes = {name: max(length, rows[name] * widths.get(name, 1)) for name, length in found.items()}
         flat = torch.empty(sum(sizes.values()), dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
         on_host, start = flat.numpy(), 0
         for name, parts in words.items():
@@ -141,15 +144,12 @@ class BatchTables:
         on_device = flat.to(device, non_blocking=True).split(list(sizes.values()))
         return {name: self._shaped(name, part) for name, part in zip(sizes, on_device, strict=True)}
 
-    def _words(self, frames: tuple[Frame, ...]) -> dict[str, list[Words]]:
-        """{name: flat parts whose concatenation is the table}."""
-        each = [self._tables_of(frame) for frame in frames]
-        words = {name: [_flat(tables[name]) for tables in each] or [_NOTHING] for name in self._patch_keys}
-        return words | {name: [table] for name, table in self._words_of_batch(frames).items()}
+    def _flat_words(self, frame: Frame) -> dict[str, Words]:
+        return {name: table.reshape(-1).view(np.int32) for name, table in self._of_frame(*frame).items()}
 
     def _counted_words(self, frames: tuple[Frame, ...]) -> dict[str, Words]:
         """Tables that depend on the position of a frame in the batch."""
-        each = [self._tables_of(frame) for frame in frames]
+        each = list(map(self._words_of_frame, frames))
         words = {}
         for name in self._token_keys:
             starts = itertools.accumulate((len(tables[name]) for tables in each), initial=0)
@@ -160,20 +160,11 @@ class BatchTables:
             words |= zip(piece_keys(kind), pieces, strict=True)
         return words
 
-    def _width(self, name: str) -> int:
-        """Number of values in a row."""
-        return math.prod(self._columns.get(name, ()))
-
     def _shaped(self, name: str, words: torch.Tensor) -> torch.Tensor:
-        if name not in self._dtypes:
-            return words
-        return words.view(self._dtypes[name]).view(-1, *self._columns[name])
+        like = self._like.get(name)
+        return words if like is None else words.view(like.dtype).view(-1, *like.shape[1:])
 
 
 def piece_keys(kind: str) -> Pieces[str]:
     """The names of the three tables of a kind of sequences."""
     return Pieces(*(f"{kind}_{name}" for name in Pieces._fields))
-
-
-def _flat(table: npt.NDArray[Any]) -> Words:
-    return table.reshape(-1).view(np.int32)
