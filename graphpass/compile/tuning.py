@@ -133,7 +133,8 @@ class TunedRegion:
         self._tuning, self._region, self._compile_within = tuning, region, compile_within
         self._id = RegionId(tuning.callable, region.name)
         shape_env = symbolic.shape_env_of(examples)
-        self._symbols = {symbol: _place_of(symbol, examples) for symbol in symbols_of(examples)}
+        places = symbolic.places_of(examples)
+        self._symbols = {symbol: places.get(symbol) for symbol in symbols_of(examples)}
         self._bounds = {symbol: symbolic.bounds_of(shape_env, symbol) for symbol in self._symbols}
         self._settings = _ambient_settings()
         self._chosen: dict[tuple[int, ...], SizedArtifact | None] = {}  # for each range; None: the untuned artifact
@@ -396,17 +397,6 @@ def _ambient_settings() -> tuple[Any, ...]:
     """The settings that a compiler reads, apart from the modes in which variants are always compiled."""
     with torch.inference_mode(False), torch.no_grad():
         return dynamo.compiler_settings()
-
-
-def _place_of(symbol: sympy.Symbol, examples: Sequence[Any]) -> tuple[int, int | None] | None:
-    """(position of the argument, its dimension, None for a number) that has a size; None if no argument has it."""
-    for position, value in enumerate(examples):
-        if not isinstance(value, torch.Tensor):
-            if symbolic.expression_of(value) == symbol:
-                return position, None
-        elif symbol in (sizes := [symbolic.expression_of(size) for size in value.shape]):
-            return position, sizes.index(symbol)
-    return None
 
 
 def _range_of(size: int) -> int:
