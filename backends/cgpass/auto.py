@@ -23,7 +23,6 @@ import torch
 
 from cgpass.exactgraphs import ExactGraphs
 from cgpass.keyrules import AutoRules
-from cgpass.known import KnownReplay
 from cgpass.nograph import (
     BUSY,
     EMPTY,
@@ -35,8 +34,10 @@ from cgpass.nograph import (
     FailedCaptures,
     refused,
 )
-from cgpass.outputs import OutputCuts
+from cgpass.outputs import OutputCuts, TensorCut
 from cgpass.sizes import InputLayout, value_at
+from graphpass.capture.pool import PoolLease
+from graphpass.capture.replay import GraphEntry
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.scope import CaptureScope
 from graphpass.capture.staging import storage_id
@@ -124,6 +125,51 @@ class AutoCall:
             self.mask.fill_(True)
             self.real_rows.fill_(False)
         return filled
+
+
+@dataclass(frozen=True, slots=True)
+class KnownReplay:
+    """A FULL graph that has served calls of known sizes and weights: the next such call has nothing to look up.
+
+    It fills the padded buffers, compares the static inputs with those of the graph, replays, and copies the results.
+    Every other call goes through the wrappers.
+    """
+
+    entry: GraphEntry
+    generation: int  #: of the pool lease when the entry was found: after a graph is dropped, it is looked up again
+    #: (cut, view of the real part) of the outputs that are cut and share no storage
+    apart: Sequence[tuple[TensorCut, torch.Tensor]]
+    is_direct: bool  #: False if the graph writes to inputs, returns views of them or reads the context
+
+    @classmethod
+    def of(cls, entry: GraphEntry, generation: int, call: AutoCall) -> KnownReplay:
+        """The replay of ``entry``, which a lease of ``generation`` has, for calls like ``call``."""
+        plan, outputs, cuts = entry.plan, entry.outputs, call.cuts
+        reads = plan.reads.numbers or plan.reads.paths or plan.inputs.pool_inputs
+        writes = plan.inputs.mutates or call.written
+        returns_views = outputs.viewed_positions or (cuts is not None and cuts.views)
+        is_direct = not (reads or writes or returns_views)
+        apart = cuts.apart(outputs.build(())) if cuts is not None and is_direct else ()
+        return cls(entry, generation, apart, is_direct)
+
+    def run(self, call: AutoCall, args: Sequence[Any], lease: PoolLease, who: str, *, clones_outputs: bool) -> Any:
+        """What the graph returns, cut; None, with nothing done, if it does not serve these static inputs any more."""
+        entry, plan, leaves = self.entry, self.entry.plan, call.placed(args)
+        lease.acquire_for_one_replay(who)
+        try:
+            # guard: known_replay_is_current
+            if self.generation != lease.generation or not plan.serves(leaves):
+                return None
+            plan.inputs.check(leaves)
+            call.inputs.fill(args)
+            outputs = plan.run(leaves, lease)
+            if call.cuts is None:
+                outputs = entry.outputs.for_caller(outputs, clone=clones_outputs)
+            else:
+                outputs = call.cuts.apply(outputs, args, lease.forward_storages, self.apart)
+        finally:
+            lease.release()
+        return entry.build_result(outputs)
 
 
 class AutoDispatcher:

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from cgpass.appended import AppendedInputs
-from cgpass.auto import AutoCall, AutoDispatcher
+from cgpass.auto import AutoCall, AutoDispatcher, KnownReplay
 from cgpass.keyrules import AutoRules
-from cgpass.known import KnownReplay
 from cgpass.nograph import BUSY, CHECKED, NOT_PADDED, OTHER_INPUTS, NoGraphNowError
 from cgpass.paddingcheck import PaddedCall, check_padding
 from cgpass.plans import ReplayPlans, wrapped_regions
@@ -260,12 +259,10 @@ class GraphedCallable:
                 return None
             if len(call.known) >= _MAX_KNOWN:
                 call.known.clear()
-            clones = self._policy.clones_outputs
-            known = KnownReplay.of(entry, generation, call.inputs, call.cuts, clones_outputs=clones)
-            call.known[anchor] = known
+            known = call.known[anchor] = KnownReplay.of(entry, generation, call)
         if not known.is_direct:
             return None
-        returned = known.run(args, call.placed(args), lease, self.name)
+        returned = known.run(call, args, lease, self.name, clones_outputs=self._policy.clones_outputs)
         if returned is not None:
             call.count()
         return returned
