@@ -435,55 +435,50 @@ class AutoDispatcher:
         self, real: tuple[int, ...], args: Sequence[Any], *, as_is: bool, under_padding: AutoCall | None = None
     ) -> AutoCall:
         with self._new:  # guard: one_buffer_for_threads
-            return self._call_made(real, args, as_is, under_padding)
-
-    def _call_made(
-        self, real: tuple[int, ...], args: Sequence[Any], as_is: bool, under_padding: AutoCall | None
-    ) -> AutoCall:
-        keys = self.rules.keys
-        if not self.rules.padded:
-            return self._exact(keys.key_of(real), real)
-        if keys.differs(real):  # guard: sizes_of_one_name_differ
-            remedy = "give each a name of its own in dynamic_dims"
-            return self._as_is(real, "sizes of one key field differ in a call", remedy)
-        if self._watches_memory and as_is and self._shares_memory(args):
-            remedy = "pass a copy (`x.clone()`) of the input that the model only reads"
-            return self._as_is(real, "inputs share memory, and the graph writes to an input", remedy)
-        if as_is:
-            return self._exact(keys.key_of(real, as_is=True), real)
-        key = keys.key_of(real) if under_padding is None else keys.exact_key(real)
-        found = self._inputs(real, key.sizes, args)
-        if isinstance(found, InputLayout):
-            remedy = f"make it contiguous (`{found.name}.contiguous()`)"
-            return self._as_is(real, f"no dense buffer has the strides of {found.name}", remedy)
-        inputs, numbers = found
-        mask = self._masks.get(key.descriptor)  # one for each key, because graphs read its address
-        mask, real_rows = self._mask(real, key.sizes, args, mask) if self.rules.reads_padding else (None, None)
-        if mask is not None:
-            self._masks[key.descriptor] = mask
-        strides = {e: args[p] for p, e in self.rules.sizes.numbers.items() if getattr(e, "is_Symbol", False)}
-        checks = None
-        if key.sizes != real and self.rules.checks != "never":
-            checks = self._checks.setdefault(key.descriptor, KeyChecks(self.rules.checks == "often"))
-        counts, exact = self._counts(key), self._exact_graphs(args)
-        size = None if exact is None else exact.size_of(key, real, counts)
-        return AutoCall(
-            key,
-            real,
-            counts,
-            self._seen(real),
-            num_real=math.prod(real),
-            num_padded=math.prod(key.sizes),
-            inputs=inputs,
-            written=tuple(padded for padded in inputs.all if padded.is_written),
-            numbers=numbers,
-            cuts=self.rules.outputs.cuts({**strides, **self.rules.sizes.named(real)}),
-            checks=checks,
-            mask=mask,
-            real_rows=real_rows,
-            size=size,
-            under_padding=under_padding,
-        )
+            keys = self.rules.keys
+            if not self.rules.padded:
+                return self._exact(keys.key_of(real), real)
+            if keys.differs(real):  # guard: sizes_of_one_name_differ
+                remedy = "give each a name of its own in dynamic_dims"
+                return self._as_is(real, "sizes of one key field differ in a call", remedy)
+            if self._watches_memory and as_is and self._shares_memory(args):
+                remedy = "pass a copy (`x.clone()`) of the input that the model only reads"
+                return self._as_is(real, "inputs share memory, and the graph writes to an input", remedy)
+            if as_is:
+                return self._exact(keys.key_of(real, as_is=True), real)
+            key = keys.key_of(real) if under_padding is None else keys.exact_key(real)
+            found = self._inputs(real, key.sizes, args)
+            if isinstance(found, InputLayout):
+                remedy = f"make it contiguous (`{found.name}.contiguous()`)"
+                return self._as_is(real, f"no dense buffer has the strides of {found.name}", remedy)
+            inputs, numbers = found
+            mask, real_rows = None, None
+            if self.rules.reads_padding:
+                mask, real_rows = self._mask(real, key.sizes, args, self._masks.get(key.descriptor))
+                self._masks[key.descriptor] = mask  # one for each key, because graphs read its address
+            strides = {e: args[p] for p, e in self.rules.sizes.numbers.items() if getattr(e, "is_Symbol", False)}
+            checks = None
+            if key.sizes != real and self.rules.checks != "never":
+                checks = self._checks.setdefault(key.descriptor, KeyChecks(self.rules.checks == "often"))
+            counts, exact = self._counts(key), self._exact_graphs(args)
+            size = None if exact is None else exact.size_of(key, real, counts)
+            return AutoCall(
+                key,
+                real,
+                counts,
+                self._seen(real),
+                num_real=math.prod(real),
+                num_padded=math.prod(key.sizes),
+                inputs=inputs,
+                written=tuple(padded for padded in inputs.all if padded.is_written),
+                numbers=numbers,
+                cuts=self.rules.outputs.cuts({**strides, **self.rules.sizes.named(real)}),
+                checks=checks,
+                mask=mask,
+                real_rows=real_rows,
+                size=size,
+                under_padding=under_padding,
+            )
 
     def amounts(self, call: AutoCall, args: Sequence[Any]) -> list[AutoCall]:
         """``call``; before it, the call with at most half of its padding, if the graph admits that. They share buffers.
