@@ -46,6 +46,7 @@ from graphpass.compat import memory
 from graphpass.dispatch.recurring import RecurringKey, RecurringSize
 from graphpass.keys import BatchDescriptor
 from graphpass.ledger import CountedReason, Reason, Row, named_sizes
+from graphpass.options import Settings
 from graphpass.paddedinputs import PaddedArguments, PaddedInput, PaddedMemory
 from graphpass.report.figures import PADDING_BEFORE
 
@@ -176,9 +177,16 @@ class AutoDispatcher:
     """Decides about the calls of one callable that have no forward context. Owns the padded buffers and the masks."""
 
     def __init__(
-        self, name: str, runtime: GraphRuntime, rules: AutoRules, wrappers: Sequence[CUDAGraphWrapper]
+        self,
+        name: str,
+        runtime: GraphRuntime,
+        rules: AutoRules,
+        settings: Settings,
+        wrappers: Sequence[CUDAGraphWrapper],
     ) -> None:
         self.rules = rules
+        self.is_strict = settings.padding_check == "strict"  #: whether a call without a graph is an error
+        self._settings, self._is_silent = settings, settings.on_fallback == "silent"
         self._wrappers = wrappers  # of the graphs of each key
         self._name, self._runtime = name, runtime
         self._places = tuple(size.place for size in rules.sizes.sizes)
@@ -225,7 +233,7 @@ class AutoDispatcher:
         is_warm, refusal = keys.counted(call.key), keys.refusal(call.key)
         if refusal is not None:
             return self._unless_error(refusal)
-        if is_warm or self.rules.is_strict:
+        if is_warm or self.is_strict:
             return call
         numbers = keys.numbers(call.key)
         return replace(NUMBER_IN_KEY, sizes=numbers) if numbers else FIRST_CALLS
@@ -237,11 +245,11 @@ class AutoDispatcher:
             calls = self._refused[reason.why] = self._runtime.ledger.without_graph(self._name, reason)
         if calls.count_call(reason) and not reason.is_expected:
             self._warn(reason)
-        if self.rules.is_strict:
+        if self.is_strict:
             raise refused(self._name, reason, "padding_check is 'strict'", "set padding_check='prove'")
 
     def _unless_error(self, reason: Reason) -> Reason:
-        if self.rules.on_fallback == "error":
+        if self._settings.on_fallback == "error":
             raise refused(self._name, reason, "on_fallback is 'error'", "set on_fallback='warn'")
         return reason
 
@@ -262,9 +270,8 @@ class AutoDispatcher:
         self._is_refuted = True
 
     def _warn(self, reason: Reason) -> None:
-        at = " ".join(filter(None, (self._name, named_sizes(reason.sizes))))
-        text, is_silent = f"runs without a graph: {reason.why}", self.rules.on_fallback == "silent"
-        self._runtime.warn(text, reason.remedy, at=at, is_silent=is_silent, is_recorded=True)
+        at, text = f"{self._name} {named_sizes(reason.sizes)}".rstrip(), f"runs without a graph: {reason.why}"
+        self._runtime.warn(text, reason.remedy, at=at, is_silent=self._is_silent, is_recorded=True)
 
     # -- sizes that get graphs of their own ----------------------------------------------------------------------------
 
@@ -352,9 +359,9 @@ class AutoDispatcher:
         return self._new_call(call.real, args, as_is=False, under_padding=call)
 
     def _exact_graphs(self, args: Sequence[Any]) -> ExactGraphs | None:
-        if self._own is None and self.rules.graph_bytes != 0:
+        if self._own is None and self._settings.graph_bytes != 0:
             device = self._runtime.lease.device_for(args).device
-            self._own = ExactGraphs(self._name, self._runtime, self.rules, device)
+            self._own = ExactGraphs(self._name, self._runtime, self.rules, self._settings, device)
         return self._own
 
     def _num_graphs(self, descriptor: BatchDescriptor) -> int:
@@ -514,8 +521,7 @@ class AutoDispatcher:
 
     def _as_is(self, real: tuple[int, ...], why: str, remedy: str) -> AutoCall:
         """The decision about calls that cannot be padded, which is reported."""
-        is_silent = self.rules.on_fallback == "silent"
-        self._runtime.warn(f"calls are not padded: {why}", remedy, at=self._name, is_silent=is_silent)
+        self._runtime.warn(f"calls are not padded: {why}", remedy, at=self._name, is_silent=self._is_silent)
         return self._exact(self.rules.keys.key_of(real, as_is=True), real)
 
     def _exact(self, key: RecurringKey, real: tuple[int, ...]) -> AutoCall:

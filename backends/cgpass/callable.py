@@ -104,7 +104,7 @@ class GraphedCallable:
         self._knows_replays = is_full and not (settings.policy.debug or settings.policy.compare)
         inner = [callee for callee in self._callees.values() if isinstance(callee, CUDAGraphWrapper)]
         wrappers = (self._full,) if is_full else tuple(inner)
-        self._auto = None if rules is None else AutoDispatcher(name, runtime, rules, wrappers)
+        self._auto = None if rules is None else AutoDispatcher(name, runtime, rules, settings, wrappers)
         places = graph.sizes.places() if rules is None else ()
         self._seen = tuple((runtime.ledger.sizes[field], position, dim) for field, position, dim in places)
 
@@ -434,7 +434,7 @@ class GraphedCallable:
         if found.fault is not None:
             auto.refute()
             self.runtime.warn(f"{found.fault}; its calls are no longer padded", NOT_PADDED, at=name)
-            if auto.rules.is_strict:
+            if auto.is_strict:
                 raise MismatchError(
                     f"{name}: {found.fault}",
                     expected="real entries that do not depend on the padding",

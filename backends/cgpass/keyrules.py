@@ -39,14 +39,7 @@ class AutoRules:
     #: What a check writes to the padding of floats: random numbers; or copies of real entries, because an operator may
     #: fail for other numbers.
     check_contents: Literal["random", "real"]
-    on_fallback: Literal["warn", "error", "silent"]  #: how to react when a key that recurs has no graph
-    is_strict: bool  #: whether a call without a graph is an error
-    recaptures_moved_inputs: bool  #: whether a key may be captured again when a static input has moved
     reads_padding: bool  #: whether an op of the graph reads the mask of padded rows
-    #: the most bytes of graphs for padded sizes that recur; 0 for none, None for a share of the device's memory, or for
-    #: none if ``has_ladder``
-    graph_bytes: int | None
-    has_ladder: bool  #: whether the user declared the sizes to capture
     off: Reason | None  #: why no call is captured; None if calls are captured
     #: (key field, text, remedy) of each size that is not padded, or padded without proof and check
     unproved: tuple[tuple[str, str, str], ...]
@@ -89,12 +82,7 @@ def dispatched(
         dynamic=tuple(p for p in sizes.layouts if not parts.inputs[p].is_static),
         checks="never" if settings.padding_check == "off" else checks,
         check_contents="real" if proof.needs_real_contents else "random",  # guard: padding_index_of_floats
-        on_fallback=settings.on_fallback,
-        is_strict=settings.padding_check == "strict",
-        recaptures_moved_inputs=settings.policy.on_moved_input == "copy",
         reads_padding=_calls(parts, "zero_padding"),
-        graph_bytes=settings.graph_bytes,
-        has_ladder=bool(settings.capture_sizes),
         off=off,
         unproved=tuple((field, *problem) for field, problem in problems.items()),
     )
