@@ -545,8 +545,7 @@ class AutoDispatcher:
 
     def _fields_in_order(self) -> list[str]:
         """The padded fields of the input that has the most, in the order of its dimensions."""
-        sizes = zip(self.rules.sizes.sizes, self.rules.keys.fields, strict=True)
-        names = {size.symbol: field.name for size, field in sizes if field.is_padded}
+        names = {size.symbol: size.name for size in self.rules.sizes.sizes if size.is_padded}
         layouts = self.rules.sizes.layouts
         rows = [[names[size] for size in layouts[p].shape if size in names] for p in self.rules.padded]
         return max(rows, key=len, default=[])
