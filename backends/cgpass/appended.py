@@ -151,7 +151,7 @@ class _CountingFromStart:
     def __init__(self, graph: fx.Graph, *, decomposes: bool) -> None:
         self._graph = graph
         self._along = _ALONG | _DECOMPOSED if decomposes else _ALONG
-        self._places = _places_of(graph)
+        self._places = symbolic.places_of(map(value_of, graph.find_nodes(op="placeholder")))
         self._appended: dict[tuple[Expression, torch.device], fx.Node] = {}
 
     def run(self) -> RealSizes | None:
@@ -217,20 +217,6 @@ def _call(user: fx.Node, on: fx.Node, method: str, *args: Any) -> fx.Node:
     value = getattr(value_of(on), method)(*(value_of(part) if isinstance(part, fx.Node) else part for part in args))
     node.meta = {**user.meta, "example_value": value}
     return node
-
-
-def _places_of(graph: fx.Graph) -> dict[sympy.Symbol, tuple[int, int | None]]:
-    """Where each symbol can be read in the arguments: in an int, else in the shape of a tensor."""
-    ints: dict[sympy.Symbol, tuple[int, int | None]] = {}
-    dims: dict[sympy.Symbol, tuple[int, int | None]] = {}
-    for position, node in enumerate(graph.find_nodes(op="placeholder")):
-        value = value_of(node)
-        if isinstance(value, torch.Tensor):
-            sizes = [symbolic.expression_of(size) for size in value.shape]
-            dims |= {size: (position, dim) for dim, size in enumerate(sizes) if isinstance(size, sympy.Symbol)}
-        elif isinstance(size := symbolic.expression_of(value), sympy.Symbol):
-            ints[size] = (position, None)
-    return dims | ints
 
 
 def _argument(node: fx.Node, position: int, *names: str) -> Any:

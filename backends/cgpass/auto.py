@@ -23,7 +23,6 @@ import torch
 
 from cgpass.exactgraphs import ExactGraphs
 from cgpass.keyrules import AutoRules
-from cgpass.known import KnownReplay
 from cgpass.nograph import (
     BUSY,
     EMPTY,
@@ -35,8 +34,10 @@ from cgpass.nograph import (
     FailedCaptures,
     refused,
 )
-from cgpass.outputs import OutputCuts
+from cgpass.outputs import OutputCuts, TensorCut
 from cgpass.sizes import InputLayout, value_at
+from graphpass.capture.pool import PoolLease
+from graphpass.capture.replay import GraphEntry
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.scope import CaptureScope
 from graphpass.capture.staging import storage_id
@@ -45,6 +46,7 @@ from graphpass.compat import memory
 from graphpass.dispatch.recurring import RecurringKey, RecurringSize
 from graphpass.keys import BatchDescriptor
 from graphpass.ledger import CountedReason, Reason, Row, named_sizes
+from graphpass.options import Settings
 from graphpass.paddedinputs import PaddedArguments, PaddedInput, PaddedMemory
 from graphpass.report.figures import PADDING_BEFORE
 
@@ -126,13 +128,65 @@ class AutoCall:
         return filled
 
 
+@dataclass(frozen=True, slots=True)
+class KnownReplay:
+    """A FULL graph that has served calls of known sizes and weights: the next such call has nothing to look up.
+
+    It fills the padded buffers, compares the static inputs with those of the graph, replays, and copies the results.
+    Every other call goes through the wrappers.
+    """
+
+    entry: GraphEntry
+    generation: int  #: of the pool lease when the entry was found: after a graph is dropped, it is looked up again
+    #: (cut, view of the real part) of the outputs that are cut and share no storage
+    apart: Sequence[tuple[TensorCut, torch.Tensor]]
+    is_direct: bool  #: False if the graph writes to inputs, returns views of them or reads the context
+
+    @classmethod
+    def of(cls, entry: GraphEntry, generation: int, call: AutoCall) -> KnownReplay:
+        """The replay of ``entry``, which a lease of ``generation`` has, for calls like ``call``."""
+        plan, outputs, cuts = entry.plan, entry.outputs, call.cuts
+        reads = plan.reads.numbers or plan.reads.paths or plan.inputs.pool_inputs
+        writes = plan.inputs.mutates or call.written
+        returns_views = outputs.viewed_positions or (cuts is not None and cuts.views)
+        is_direct = not (reads or writes or returns_views)
+        apart = cuts.apart(outputs.build(())) if cuts is not None and is_direct else ()
+        return cls(entry, generation, apart, is_direct)
+
+    def run(self, call: AutoCall, args: Sequence[Any], lease: PoolLease, who: str, *, clones_outputs: bool) -> Any:
+        """What the graph returns, cut; None, with nothing done, if it does not serve these static inputs any more."""
+        entry, plan, leaves = self.entry, self.entry.plan, call.placed(args)
+        lease.acquire_for_one_replay(who)
+        try:
+            # guard: known_replay_is_current
+            if self.generation != lease.generation or not plan.serves(leaves):
+                return None
+            plan.inputs.check(leaves)
+            call.inputs.fill(args)
+            outputs = plan.run(leaves, lease)
+            if call.cuts is None:
+                outputs = entry.outputs.for_caller(outputs, clone=clones_outputs)
+            else:
+                outputs = call.cuts.apply(outputs, args, lease.forward_storages, self.apart)
+        finally:
+            lease.release()
+        return entry.build_result(outputs)
+
+
 class AutoDispatcher:
     """Decides about the calls of one callable that have no forward context. Owns the padded buffers and the masks."""
 
     def __init__(
-        self, name: str, runtime: GraphRuntime, rules: AutoRules, wrappers: Sequence[CUDAGraphWrapper]
+        self,
+        name: str,
+        runtime: GraphRuntime,
+        rules: AutoRules,
+        settings: Settings,
+        wrappers: Sequence[CUDAGraphWrapper],
     ) -> None:
         self.rules = rules
+        self.is_strict = settings.padding_check == "strict"  #: whether a call without a graph is an error
+        self._settings, self._is_silent = settings, settings.on_fallback == "silent"
         self._wrappers = wrappers  # of the graphs of each key
         self._name, self._runtime = name, runtime
         self._places = tuple(size.place for size in rules.sizes.sizes)
@@ -179,7 +233,7 @@ class AutoDispatcher:
         is_warm, refusal = keys.counted(call.key), keys.refusal(call.key)
         if refusal is not None:
             return self._unless_error(refusal)
-        if is_warm or self.rules.is_strict:
+        if is_warm or self.is_strict:
             return call
         numbers = keys.numbers(call.key)
         return replace(NUMBER_IN_KEY, sizes=numbers) if numbers else FIRST_CALLS
@@ -191,11 +245,11 @@ class AutoDispatcher:
             calls = self._refused[reason.why] = self._runtime.ledger.without_graph(self._name, reason)
         if calls.count_call(reason) and not reason.is_expected:
             self._warn(reason)
-        if self.rules.is_strict:
+        if self.is_strict:
             raise refused(self._name, reason, "padding_check is 'strict'", "set padding_check='prove'")
 
     def _unless_error(self, reason: Reason) -> Reason:
-        if self.rules.on_fallback == "error":
+        if self._settings.on_fallback == "error":
             raise refused(self._name, reason, "on_fallback is 'error'", "set on_fallback='warn'")
         return reason
 
@@ -216,9 +270,8 @@ class AutoDispatcher:
         self._is_refuted = True
 
     def _warn(self, reason: Reason) -> None:
-        at = " ".join(filter(None, (self._name, named_sizes(reason.sizes))))
-        text, is_silent = f"runs without a graph: {reason.why}", self.rules.on_fallback == "silent"
-        self._runtime.warn(text, reason.remedy, at=at, is_silent=is_silent, is_recorded=True)
+        at, text = f"{self._name} {named_sizes(reason.sizes)}".rstrip(), f"runs without a graph: {reason.why}"
+        self._runtime.warn(text, reason.remedy, at=at, is_silent=self._is_silent, is_recorded=True)
 
     # -- sizes that get graphs of their own ----------------------------------------------------------------------------
 
@@ -306,9 +359,9 @@ class AutoDispatcher:
         return self._new_call(call.real, args, as_is=False, under_padding=call)
 
     def _exact_graphs(self, args: Sequence[Any]) -> ExactGraphs | None:
-        if self._own is None and self.rules.graph_bytes != 0:
+        if self._own is None and self._settings.graph_bytes != 0:
             device = self._runtime.lease.device_for(args).device
-            self._own = ExactGraphs(self._name, self._runtime, self.rules, device)
+            self._own = ExactGraphs(self._name, self._runtime, self.rules, self._settings, device)
         return self._own
 
     def _num_graphs(self, descriptor: BatchDescriptor) -> int:
@@ -389,55 +442,50 @@ class AutoDispatcher:
         self, real: tuple[int, ...], args: Sequence[Any], *, as_is: bool, under_padding: AutoCall | None = None
     ) -> AutoCall:
         with self._new:  # guard: one_buffer_for_threads
-            return self._call_made(real, args, as_is, under_padding)
-
-    def _call_made(
-        self, real: tuple[int, ...], args: Sequence[Any], as_is: bool, under_padding: AutoCall | None
-    ) -> AutoCall:
-        keys = self.rules.keys
-        if not self.rules.padded:
-            return self._exact(keys.key_of(real), real)
-        if keys.differs(real):  # guard: sizes_of_one_name_differ
-            remedy = "give each a name of its own in dynamic_dims"
-            return self._as_is(real, "sizes of one key field differ in a call", remedy)
-        if self._watches_memory and as_is and self._shares_memory(args):
-            remedy = "pass a copy (`x.clone()`) of the input that the model only reads"
-            return self._as_is(real, "inputs share memory, and the graph writes to an input", remedy)
-        if as_is:
-            return self._exact(keys.key_of(real, as_is=True), real)
-        key = keys.key_of(real) if under_padding is None else keys.exact_key(real)
-        found = self._inputs(real, key.sizes, args)
-        if isinstance(found, InputLayout):
-            remedy = f"make it contiguous (`{found.name}.contiguous()`)"
-            return self._as_is(real, f"no dense buffer has the strides of {found.name}", remedy)
-        inputs, numbers = found
-        mask = self._masks.get(key.descriptor)  # one for each key, because graphs read its address
-        mask, real_rows = self._mask(real, key.sizes, args, mask) if self.rules.reads_padding else (None, None)
-        if mask is not None:
-            self._masks[key.descriptor] = mask
-        strides = {e: args[p] for p, e in self.rules.sizes.numbers.items() if getattr(e, "is_Symbol", False)}
-        checks = None
-        if key.sizes != real and self.rules.checks != "never":
-            checks = self._checks.setdefault(key.descriptor, KeyChecks(self.rules.checks == "often"))
-        counts, exact = self._counts(key), self._exact_graphs(args)
-        size = None if exact is None else exact.size_of(key, real, counts)
-        return AutoCall(
-            key,
-            real,
-            counts,
-            self._seen(real),
-            num_real=math.prod(real),
-            num_padded=math.prod(key.sizes),
-            inputs=inputs,
-            written=tuple(padded for padded in inputs.all if padded.is_written),
-            numbers=numbers,
-            cuts=self.rules.outputs.cuts({**strides, **self.rules.sizes.named(real)}),
-            checks=checks,
-            mask=mask,
-            real_rows=real_rows,
-            size=size,
-            under_padding=under_padding,
-        )
+            keys = self.rules.keys
+            if not self.rules.padded:
+                return self._exact(keys.key_of(real), real)
+            if keys.differs(real):  # guard: sizes_of_one_name_differ
+                remedy = "give each a name of its own in dynamic_dims"
+                return self._as_is(real, "sizes of one key field differ in a call", remedy)
+            if self._watches_memory and as_is and self._shares_memory(args):
+                remedy = "pass a copy (`x.clone()`) of the input that the model only reads"
+                return self._as_is(real, "inputs share memory, and the graph writes to an input", remedy)
+            if as_is:
+                return self._exact(keys.key_of(real, as_is=True), real)
+            key = keys.key_of(real) if under_padding is None else keys.exact_key(real)
+            found = self._inputs(real, key.sizes, args)
+            if isinstance(found, InputLayout):
+                remedy = f"make it contiguous (`{found.name}.contiguous()`)"
+                return self._as_is(real, f"no dense buffer has the strides of {found.name}", remedy)
+            inputs, numbers = found
+            mask, real_rows = None, None
+            if self.rules.reads_padding:
+                mask, real_rows = self._mask(real, key.sizes, args, self._masks.get(key.descriptor))
+                self._masks[key.descriptor] = mask  # one for each key, because graphs read its address
+            strides = {e: args[p] for p, e in self.rules.sizes.numbers.items() if getattr(e, "is_Symbol", False)}
+            checks = None
+            if key.sizes != real and self.rules.checks != "never":
+                checks = self._checks.setdefault(key.descriptor, KeyChecks(self.rules.checks == "often"))
+            counts, exact = self._counts(key), self._exact_graphs(args)
+            size = None if exact is None else exact.size_of(key, real, counts)
+            return AutoCall(
+                key,
+                real,
+                counts,
+                self._seen(real),
+                num_real=math.prod(real),
+                num_padded=math.prod(key.sizes),
+                inputs=inputs,
+                written=tuple(padded for padded in inputs.all if padded.is_written),
+                numbers=numbers,
+                cuts=self.rules.outputs.cuts({**strides, **self.rules.sizes.named(real)}),
+                checks=checks,
+                mask=mask,
+                real_rows=real_rows,
+                size=size,
+                under_padding=under_padding,
+            )
 
     def amounts(self, call: AutoCall, args: Sequence[Any]) -> list[AutoCall]:
         """``call``; before it, the call with at most half of its padding, if the graph admits that. They share buffers.
@@ -473,8 +521,7 @@ class AutoDispatcher:
 
     def _as_is(self, real: tuple[int, ...], why: str, remedy: str) -> AutoCall:
         """The decision about calls that cannot be padded, which is reported."""
-        is_silent = self.rules.on_fallback == "silent"
-        self._runtime.warn(f"calls are not padded: {why}", remedy, at=self._name, is_silent=is_silent)
+        self._runtime.warn(f"calls are not padded: {why}", remedy, at=self._name, is_silent=self._is_silent)
         return self._exact(self.rules.keys.key_of(real, as_is=True), real)
 
     def _exact(self, key: RecurringKey, real: tuple[int, ...]) -> AutoCall:
@@ -498,8 +545,7 @@ class AutoDispatcher:
 
     def _fields_in_order(self) -> list[str]:
         """The padded fields of the input that has the most, in the order of its dimensions."""
-        sizes = zip(self.rules.sizes.sizes, self.rules.keys.fields, strict=True)
-        names = {size.symbol: field.name for size, field in sizes if field.is_padded}
+        names = {size.symbol: size.name for size in self.rules.sizes.sizes if size.is_padded}
         layouts = self.rules.sizes.layouts
         rows = [[names[size] for size in layouts[p].shape if size in names] for p in self.rules.padded]
         return max(rows, key=len, default=[])

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from cgpass.appended import AppendedInputs
-from cgpass.auto import AutoCall, AutoDispatcher
+from cgpass.auto import AutoCall, AutoDispatcher, KnownReplay
 from cgpass.keyrules import AutoRules
-from cgpass.known import KnownReplay
 from cgpass.nograph import BUSY, CHECKED, NOT_PADDED, OTHER_INPUTS, NoGraphNowError
 from cgpass.paddingcheck import PaddedCall, check_padding
 from cgpass.plans import ReplayPlans, wrapped_regions
@@ -105,7 +104,7 @@ class GraphedCallable:
         self._knows_replays = is_full and not (settings.policy.debug or settings.policy.compare)
         inner = [callee for callee in self._callees.values() if isinstance(callee, CUDAGraphWrapper)]
         wrappers = (self._full,) if is_full else tuple(inner)
-        self._auto = None if rules is None else AutoDispatcher(name, runtime, rules, wrappers)
+        self._auto = None if rules is None else AutoDispatcher(name, runtime, rules, settings, wrappers)
         places = graph.sizes.places() if rules is None else ()
         self._seen = tuple((runtime.ledger.sizes[field], position, dim) for field, position, dim in places)
 
@@ -260,12 +259,10 @@ class GraphedCallable:
                 return None
             if len(call.known) >= _MAX_KNOWN:
                 call.known.clear()
-            clones = self._policy.clones_outputs
-            known = KnownReplay.of(entry, generation, call.inputs, call.cuts, clones_outputs=clones)
-            call.known[anchor] = known
+            known = call.known[anchor] = KnownReplay.of(entry, generation, call)
         if not known.is_direct:
             return None
-        returned = known.run(args, call.placed(args), lease, self.name)
+        returned = known.run(call, args, lease, self.name, clones_outputs=self._policy.clones_outputs)
         if returned is not None:
             call.count()
         return returned
@@ -341,7 +338,7 @@ class GraphedCallable:
             None, auto.rules.mode, call.key.descriptor, None, None, None, call.mask, None, owner=self.name
         )
         if call.cuts is None:
-            outputs = self._key_outputs(auto, call.key, context, args, may_capture=may_capture, clone=None)
+            outputs = self._key_outputs(auto, call, context, args, may_capture=may_capture)
             call.count()
             return outputs
         lease = self.runtime.lease
@@ -352,7 +349,7 @@ class GraphedCallable:
             if call.checks is not None and call.checks.are_due(call.real):  # guard: padding_checked_at_run_time
                 self._check(auto, call, context, args, may_capture=may_capture)
             filled = call.filled(args)
-            returned = self._key_outputs(auto, call.key, context, filled, may_capture=may_capture, clone=False)
+            returned = self._key_outputs(auto, call, context, filled, may_capture=may_capture)
             cut = call.cuts.apply(self._flat(returned), args, lease.forward_storages)
             for padded in call.written:
                 args[padded.position].copy_(padded.real)  # guard: padded_copy_back
@@ -362,26 +359,20 @@ class GraphedCallable:
         return type(returned)(cut) if self.returns_flat else _rebuilt(returned, cut)
 
     def _key_outputs(
-        self,
-        auto: AutoDispatcher,
-        key: RecurringKey,
-        context: ForwardContext,
-        args: Sequence[Any],
-        *,
-        may_capture: bool,
-        clone: bool | None,
+        self, auto: AutoDispatcher, call: AutoCall, context: ForwardContext, args: Sequence[Any], *, may_capture: bool
     ) -> Any:
         """The outputs of a key. A key that has a graph, but not for these static inputs, may be captured once more."""
+        key, is_cut = call.key, call.cuts is not None
         if may_capture:
-            return self._run_key(context, args, clone=clone)
+            return self._run_key(context, args, is_cut=is_cut)
         # PIECEWISE without permission must replay as a whole: else some regions would have run before one is refused.
         is_full = auto.rules.mode is CUDAGraphMode.FULL
         plan = None if is_full else self._plans.serving(key.descriptor, args)
         if is_full or plan is not None:
             try:
-                return self._run_key(context, args, clone=clone, plan=plan)
+                return self._run_key(context, args, is_cut=is_cut, plan=plan)
             except StaticInputError:
-                if not auto.rules.recaptures_moved_inputs:
+                if self._policy.on_moved_input != "copy":
                     raise
             except CaptureError:
                 pass
@@ -392,18 +383,17 @@ class GraphedCallable:
             why = f"static inputs moved, and max_graphs={keys.max_graphs} graphs are captured"
             raise NoGraphNowError(Reason(why, "refill them in place (`tensor.copy_(new)`), or raise max_graphs"))
         with self._permission(auto, key):
-            return self._run_key(context, args, clone=clone)
+            return self._run_key(context, args, is_cut=is_cut)
 
     def _run_key(
-        self, context: ForwardContext, args: Sequence[Any], *, clone: bool | None, plan: ReplayPlan | None = None
+        self, context: ForwardContext, args: Sequence[Any], *, is_cut: bool, plan: ReplayPlan | None = None
     ) -> Any:
-        """Capture or replay the key of ``context``; ``clone`` None: as the capture policy says.
-
-        ``plan`` is the plan that serves a PIECEWISE call, if it is known already.
+        """Capture or replay the key of ``context``; ``plan`` serves a PIECEWISE call, if it is known already.
 
         Outputs that are cut are not cloned before, and the pool lease is held until they are cut.
         """
-        is_full, is_outermost = context.runtime_mode is CUDAGraphMode.FULL, None if clone is None else False
+        is_full = context.runtime_mode is CUDAGraphMode.FULL
+        clone = is_outermost = False if is_cut else None
         if is_full and not self._policy.debug:
             return self._full.call_flat(context, args, clone=clone, is_outermost=is_outermost)
         with entered(context):
@@ -418,7 +408,7 @@ class GraphedCallable:
         filled = call.filled(args)
 
         def replay() -> Sequence[Any]:
-            return self._flat(self._key_outputs(auto, call.key, context, filled, may_capture=may_capture, clone=False))
+            return self._flat(self._key_outputs(auto, call, context, filled, may_capture=may_capture))
 
         with contextlib.ExitStack() as stack:
             for wrapper in (self._full, *self._callees.values()):
@@ -444,7 +434,7 @@ class GraphedCallable:
         if found.fault is not None:
             auto.refute()
             self.runtime.warn(f"{found.fault}; its calls are no longer padded", NOT_PADDED, at=name)
-            if auto.rules.is_strict:
+            if auto.is_strict:
                 raise MismatchError(
                     f"{name}: {found.fault}",
                     expected="real entries that do not depend on the padding",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
 
 import torch
@@ -24,6 +24,7 @@ from graphpass.dispatch.recurring import (
 )
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.ledger import Row
+from graphpass.options import Settings
 
 _REPLAYS_A_CAPTURE = 16
 """On the CPU, where rows stand for time: a capture counts as so many replays of its size."""
@@ -31,27 +32,35 @@ _REPLAYS_A_CAPTURE = 16
 _LAUNCHES_S = 1e-4
 """What a run without a graph costs the host beyond a replay, at least; its time on the device does not contain it."""
 
-KeysRun = dict[BatchDescriptor, tuple[Row, Times, int]]
-"""{key: (its calls, the times of keys like it, its rows)}"""
-
 
 class ExactGraphs:
     """What one callable tells the policy, in seconds; on the CPU in rows."""
 
-    def __init__(self, name: str, runtime: GraphRuntime, rules: AutoRules, device: torch.device) -> None:
+    def __init__(
+        self, name: str, runtime: GraphRuntime, rules: AutoRules, settings: Settings, device: torch.device
+    ) -> None:
         self._keys: RecurringKeys = rules.keys
         self._is_timed = device.type != "cpu"
         # The runs of single regions do not tell how long the whole takes without a graph.
-        self._runs_alone = rules.mode is CUDAGraphMode.FULL and rules.on_fallback != "error" and not rules.is_strict
-        self._ran: KeysRun = {}
+        never_without = settings.on_fallback == "error" or settings.padding_check == "strict"
+        self._runs_alone = rules.mode is CUDAGraphMode.FULL and not never_without
+        #: {key: (its calls, the times of keys like it, its rows)}
+        self._ran = ran = dict[BatchDescriptor, tuple[Row, Times, int]]()
         device_bytes = torch.cuda.get_device_properties(device).total_memory if self._is_timed else 0
         compiled = [astuple(record.seconds) for record in runtime.callables() if record.name == name]
-        self._captures = Row()
+        compile_s = sum(map(sum, compiled)) * self._is_timed
+        self._captures = captures = Row()
+
+        def spent() -> float:
+            run = sum(row.n * (times.at(rows) or 0.0) for row, times, rows in list(ran.values()))
+            return run + captures.seconds + compile_s
+
+        # Neither function refers to this object: the graphs of all callables count as long as ``sizes`` lives.
         self.sizes = ExactSizes(
             PROCESS_MEMORY.shared(OwnGraphs, device),
-            bytes_allowed(rules.graph_bytes, device_bytes, has_ladder=rules.has_ladder),
-            calls=functools.partial(_num_calls, self._ran),
-            spent=functools.partial(_spent, self._ran, self._captures, sum(map(sum, compiled)) * self._is_timed),
+            bytes_allowed(settings.graph_bytes, device_bytes, has_ladder=bool(settings.capture_sizes)),
+            calls=lambda: sum(row.n for row, _, _ in list(ran.values())),
+            spent=spent,
             captures_as=None if self._is_timed else _REPLAYS_A_CAPTURE.__mul__,
         )
 
@@ -78,15 +87,6 @@ class ExactGraphs:
     def _rows(self, sizes: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
         padded, exact = self._keys.padded_sizes(sizes)
         return math.prod(padded), exact
-
-
-def _num_calls(ran: KeysRun) -> int:
-    return sum(row.n for row, _, _ in list(ran.values()))
-
-
-def _spent(ran: Mapping[BatchDescriptor, tuple[Row, Times, int]], captures: Row, compile_s: float) -> float:
-    run = sum(row.n * (times.at(rows) or 0.0) for row, times, rows in list(ran.values()))
-    return run + captures.seconds + compile_s
 
 
 def _with_launches(timed: Callable[[], float | None]) -> float | None:

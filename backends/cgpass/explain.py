@@ -71,21 +71,21 @@ def size_records(rules: AutoRules, proof: PaddingProof) -> tuple[SizeRecord, ...
     ranges = rules.sizes.guards.ranges
     return tuple(
         SizeRecord(
-            field=field.name,
+            field=size.name,
             symbol=str(size.symbol),
             traced=rules.sizes.hints[size.symbol],
             least=ranges.get(size.symbol, (None, None))[0],
             greatest=ranges.get(size.symbol, (None, None))[1],
-            is_padded=field.is_padded,
-            verdict=proof.verdicts[field.name].name.lower() if field.name in proof.verdicts else None,
+            is_padded=size.is_padded,
+            verdict=proof.verdicts[size.name].name.lower() if size.name in proof.verdicts else None,
             causes=tuple(
                 PaddingCause(found.target, found.op, found.why, found.where, found.verdict.name.lower())
                 for found in proof.findings
-                if found.field == field.name
+                if found.field == size.name
             ),
-            remedy=remedies.get(field.name, ""),
+            remedy=remedies.get(size.name, ""),
         )
-        for size, field in zip(rules.sizes.sizes, rules.keys.fields, strict=True)
+        for size in rules.sizes.sizes
     )
 
 
@@ -145,12 +145,7 @@ def _keys(rules: AutoRules) -> dict[str, object]:
         "mode": str(rules.mode),
         "never_captured": None if rules.off is None else {"why": rules.off.why, "remedy": rules.off.remedy},
         "fields": [
-            {
-                "field": field.name,
-                "is_padded": field.is_padded,
-                "sizes": None if field.ladder is None else list(field.ladder),
-            }
-            for field in rules.keys.fields
+            {"field": field.name, "is_padded": field.is_padded, "sizes": field.ladder} for field in rules.keys.fields
         ],
         "max_graphs": rules.keys.max_graphs,
     }

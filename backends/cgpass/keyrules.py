@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -39,14 +39,7 @@ class AutoRules:
     #: What a check writes to the padding of floats: random numbers; or copies of real entries, because an operator may
     #: fail for other numbers.
     check_contents: Literal["random", "real"]
-    on_fallback: Literal["warn", "error", "silent"]  #: how to react when a key that recurs has no graph
-    is_strict: bool  #: whether a call without a graph is an error
-    recaptures_moved_inputs: bool  #: whether a key may be captured again when a static input has moved
     reads_padding: bool  #: whether an op of the graph reads the mask of padded rows
-    #: the most bytes of graphs for padded sizes that recur; 0 for none, None for a share of the device's memory, or for
-    #: none if ``has_ladder``
-    graph_bytes: int | None
-    has_ladder: bool  #: whether the user declared the sizes to capture
     off: Reason | None  #: why no call is captured; None if calls are captured
     #: (key field, text, remedy) of each size that is not padded, or padded without proof and check
     unproved: tuple[tuple[str, str, str], ...]
@@ -61,7 +54,7 @@ def dispatched(
     proof = _proof(parts, traces, sizes, settings)
     mode, off = _level(parts, settings)
     off = off or _never_captured(parts, sizes)
-    verdicts = _verdicts(parts, sizes, outputs, proof, settings)
+    verdicts = list(_verdicts(parts, sizes, outputs, proof, settings))
     if off is None and settings.padding_check == "strict":
         _refuse_unpadded(name, verdicts)
     padded = {verdict.size.symbol for verdict in verdicts if verdict.is_padded}
@@ -72,12 +65,13 @@ def dispatched(
         for position, layout in sizes.layouts.items()
         if not parts.inputs[position].is_static and symbols_in(layout.shape) & padded
     }
+    sizes = replace(sizes, sizes=tuple(replace(size, is_padded=size.symbol in padded) for size in sizes.sizes))
     rules = AutoRules(
         sizes=sizes,
         outputs=outputs,
         mode=mode,
         keys=RecurringKeys(
-            [replace(size, is_padded=size.symbol in padded) for size in sizes.sizes],
+            sizes.sizes,
             admits=sizes.admits,
             max_graphs=settings.max_graphs,
             at_once=settings.policy.lazy_capture,
@@ -89,12 +83,7 @@ def dispatched(
         dynamic=tuple(p for p in sizes.layouts if not parts.inputs[p].is_static),
         checks="never" if settings.padding_check == "off" else checks,
         check_contents="real" if proof.needs_real_contents else "random",  # guard: padding_index_of_floats
-        on_fallback=settings.on_fallback,
-        is_strict=settings.padding_check == "strict",
-        recaptures_moved_inputs=settings.policy.on_moved_input == "copy",
         reads_padding=_calls(parts, "zero_padding"),
-        graph_bytes=settings.graph_bytes,
-        has_ladder=bool(settings.capture_sizes),
         off=off,
         unproved=tuple((field, *problem) for field, problem in problems.items()),
     )
@@ -173,34 +162,26 @@ class _Verdict:
 
 def _verdicts(
     parts: Partition, sizes: GraphSizes, outputs: GraphOutputs, proof: PaddingProof, settings: Settings
-) -> list[_Verdict]:
+) -> Iterator[_Verdict]:
+    """The verdict on each size of call arguments."""
     never = parts.never_padded()  # guard: exchanged_memory_padded
     uncut = {size.name: at for at, own in outputs.by_data.items() for size in sizes.sizes if size.symbol in own}
-    return [
-        _verdict(size, uncut.get(size.name), never, parts, proof, settings) for size in sizes.sizes if size.is_of_calls
-    ]
-
-
-def _verdict(
-    size: Size, uncut: int | None, never: Reason | None, parts: Partition, proof: PaddingProof, settings: Settings
-) -> _Verdict:
-    """The verdict on a size of call arguments.
-
-    ``uncut`` is the index of an output whose size depends on it and on data; ``never``, why this graph is not padded.
-    """
-    if never is not None:
-        return _Verdict(size, is_padded=False, why=str(never), remedy=never.remedy or _EXACT)
-    why, remedy = _obstacle(size, parts, proof)
-    if uncut is not None:  # guard: sizes_from_data
-        why = f"the size of output {uncut} depends on it and on data, so it cannot be cut"
-        return _Verdict(size, is_padded=False, why=why, remedy=remedy)
-    verdict = proof.verdicts[size.name]
-    if verdict is Verdict.PROVED:
-        return _Verdict(size, is_padded=True)
-    if size.is_declared and (verdict is Verdict.RUNTIME or settings.padding_check in ("declared", "off")):
-        unchecked = why if settings.padding_check == "off" else ""
-        return _Verdict(size, is_padded=True, contents_decide=True, why=unchecked)
-    return _Verdict(size, is_padded=False, why=why, remedy=remedy)
+    for size in sizes.sizes:
+        if not size.is_of_calls:
+            continue
+        verdict, (why, remedy) = proof.verdicts[size.name], _obstacle(size, parts, proof)
+        if never is not None:
+            yield _Verdict(size, is_padded=False, why=str(never), remedy=never.remedy or _EXACT)
+        elif size.name in uncut:  # guard: sizes_from_data
+            why = f"the size of output {uncut[size.name]} depends on it and on data, so it cannot be cut"
+            yield _Verdict(size, is_padded=False, why=why, remedy=remedy)
+        elif verdict is Verdict.PROVED:
+            yield _Verdict(size, is_padded=True)
+        elif size.is_declared and (verdict is Verdict.RUNTIME or settings.padding_check in ("declared", "off")):
+            unchecked = why if settings.padding_check == "off" else ""
+            yield _Verdict(size, is_padded=True, contents_decide=True, why=unchecked)
+        else:
+            yield _Verdict(size, is_padded=False, why=why, remedy=remedy)
 
 
 def _obstacle(size: Size, parts: Partition, proof: PaddingProof) -> tuple[str, str]:

@@ -19,35 +19,19 @@ from graphpass.regions.split import Partition
 
 @dataclass(frozen=True, slots=True)
 class TensorCut:
-    """One output in the graph's memory, at its real size."""
+    """One output tensor at its real size."""
 
     index: int  #: of the output
     shape: tuple[int, ...]
     strides: tuple[int, ...]  #: in elements
-    offset: int  #: in elements, from the lowest offset of the outputs in the same storage
+    offset: int  #: in elements, from the lowest offset of the outputs in the same storage, or from the input's start
+    viewed: int | None  #: position of the input that the output is, or is a view of; None for memory of the graph
+    is_input: bool  #: whether the output is that input itself
     is_plain: bool  #: whether shape and strides are contiguous
-
-    @classmethod
-    def of(cls, index: int, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> TensorCut:
-        """The cut of one output."""
-        dense = zip(shape, strides, dense_strides(shape), strict=True)
-        return cls(index, shape, strides, offset, all(size == 1 or stride == of for size, stride, of in dense))
 
     def new(self, real: torch.Tensor) -> torch.Tensor:
         """Memory for a copy of the real part ``real``, for the caller to own."""
         return torch.empty_strided(self.shape, self.strides, dtype=real.dtype, device=real.device)
-
-
-@dataclass(frozen=True, slots=True)
-class ViewCut:
-    """An output that is the input at ``position``, or a view of it that starts ``offset`` elements after its start."""
-
-    index: int  #: of the output
-    position: int
-    is_input: bool
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +42,8 @@ class OutputCuts:
     outputs that share a storage share one in the copies too. Views of inputs become views of the caller's tensors.
     """
 
-    tensors: tuple[tuple[TensorCut, ...], ...]  #: groups of outputs that share a storage
-    views: tuple[ViewCut, ...]  #: outputs that are inputs or views of inputs
+    tensors: tuple[tuple[TensorCut, ...], ...]  #: groups of outputs that share a storage of the graph
+    views: tuple[TensorCut, ...]  #: outputs that are inputs or views of inputs
     numbers: Mapping[int, int | float | bool]  #: {index: value at the real sizes}
     whole: Collection[int]  #: indices of the outputs that data decide; no padded size occurs in them
 
@@ -101,7 +85,7 @@ class OutputCuts:
                 for cut, tensor in zip(group, _copied_together(group, outputs), strict=True):
                     cut_outputs[cut.index] = tensor
         for view in self.views:
-            of = args[view.position]
+            of = args[view.viewed]  # type: ignore[index]
             rebuilt = of if view.is_input else view_of(of, view.shape, view.strides, view.offset)
             cut_outputs[view.index] = rebuilt  # guard: views_of_the_callers_tensor
         for index, number in self.numbers.items():
@@ -171,28 +155,29 @@ class GraphOutputs:
         def at(expression: Expression) -> int:
             return value_at(expression, known)
 
-        groups: dict[int, list[tuple[int, _OutputTensor]]] = {}
-        views, numbers = [], {}
+        groups: dict[tuple[int | None, int], list[tuple[int, _OutputTensor]]] = {}
+        numbers = {}
         for index, output in enumerate(self.outputs):
             if index in self.by_data or output is None:
                 continue
             if isinstance(output, _OutputNumber):
                 numbers[index] = _number(output, known)
-            elif output.viewed is None:
-                groups.setdefault(output.group, []).append((index, output))
             else:
-                shape, strides = tuple(map(at, output.shape)), tuple(map(at, output.strides))
-                offset = at(output.offset) - at(self.layouts[output.viewed].offset)
-                views.append(ViewCut(index, output.viewed, output.is_input, shape, strides, offset))
-        tensors = []
-        for members in groups.values():
-            first = min(at(output.offset) for _, output in members)
-            tensors.append(
-                tuple(
-                    TensorCut.of(index, tuple(map(at, o.shape)), tuple(map(at, o.strides)), at(o.offset) - first)
-                    for index, o in members
-                )
-            )
+                groups.setdefault((output.viewed, output.group), []).append((index, output))
+        tensors: list[tuple[TensorCut, ...]] = []
+        views: list[TensorCut] = []
+        for (viewed, _), members in groups.items():
+            first = min(at(o.offset) for _, o in members) if viewed is None else at(self.layouts[viewed].offset)
+            cuts = []
+            for index, o in members:
+                shape, strides = tuple(map(at, o.shape)), tuple(map(at, o.strides))
+                dense = zip(shape, strides, dense_strides(shape), strict=True)
+                is_plain = all(size == 1 or stride == of for size, stride, of in dense)
+                cuts.append(TensorCut(index, shape, strides, at(o.offset) - first, viewed, o.is_input, is_plain))
+            if viewed is None:
+                tensors.append(tuple(cuts))
+            else:
+                views += cuts
         return OutputCuts(tuple(tensors), tuple(views), numbers, tuple(self.by_data))
 
 

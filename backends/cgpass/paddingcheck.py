@@ -142,9 +142,9 @@ def check_padding(call: PaddedCall) -> PaddingCheck:
         fault = _fault_of_contents(call, expected, spreads) or _fault_of_infinities(call, expected)
         if fault is not None or not call.amounts:  # guard: padding_against_no_padding
             return PaddingCheck(fault, is_noisy)
-        run = Float64Run(call.partition)
-        fault = _fault_of_amounts(call, run, expected)
-        return PaddingCheck(fault, is_noisy, tuple(sorted(run.in_own_type)))
+        in_own_type: dict[str, torch.dtype] = {}
+        fault = _fault_of_amounts(call, in_own_type, expected)
+        return PaddingCheck(fault, is_noisy, tuple(sorted(in_own_type)))
 
 
 def _fault_of_contents(call: PaddedCall, expected: _Entries, spreads: Mapping[str, float]) -> str | None:
@@ -172,7 +172,10 @@ def _fault_of_infinities(call: PaddedCall, expected: _Entries) -> str | None:
     return None
 
 
-def _fault_of_amounts(call: PaddedCall, run: Float64Run, replayed: _Entries) -> str | None:
+def _fault_of_amounts(call: PaddedCall, in_own_type: dict[str, torch.dtype], replayed: _Entries) -> str | None:
+    """Also adds {operator: type} of the operators that ran without float64 to ``in_own_type``."""
+    regions = call.partition.regions
+    run = call.partition.bind({region.name: _Interpreter(region.graph_module, in_own_type).run for region in regions})
     try:
         unpadded = _in_float64(call, run, None)
         padded = [_in_float64(call, run, amount) for amount in call.amounts]
@@ -180,7 +183,7 @@ def _fault_of_amounts(call: PaddedCall, run: Float64Run, replayed: _Entries) -> 
         raise
     except Exception as error:  # out of memory, too: what cannot be checked is not padded
         return f"it cannot be checked in float64: {error}"
-    own_types = set(run.in_own_type.values())
+    own_types = set(in_own_type.values())
     rounding = min((_ROUNDING.get(dtype, _ROUNDING_OTHERWISE) for dtype in own_types), default=0.0)
     for name, expected in unpadded.items():
         found = [results[name] for results in padded]
@@ -192,12 +195,12 @@ def _fault_of_amounts(call: PaddedCall, run: Float64Run, replayed: _Entries) -> 
     return None
 
 
-def _in_float64(call: PaddedCall, run: Float64Run, padded: AutoCall | None) -> _Entries:
+def _in_float64(call: PaddedCall, run: Callable[..., Any], padded: AutoCall | None) -> _Entries:
     """The real entries of a run in float64; nothing that it reads changes."""
     args = call.args if padded is None else padded.filled(call.args)
     context = replace(call.context, is_padding=None if padded is None else padded.mask)
     with call.restoring(), entered(context):
-        outputs, written = run(args)
+        outputs, written = _run_wide(run, call.partition.mutated_inputs, args)
     real = {position: prefix(tensor, call.args[position].shape) for position, tensor in written.items()}
     return call.real_entries(outputs) | {f"written input {position}": tensor for position, tensor in real.items()}
 
@@ -299,40 +302,29 @@ _WIDE: Mapping[torch.dtype, torch.dtype] = MappingProxyType(
 _OWN_OPERATORS = frozenset({"graphpass::zero_padding"})
 
 
-class Float64Run:
-    """A partitioned graph as a callable in float64, where results of another size differ by a leak, hardly by rounding.
+def _run_wide(
+    run: Callable[..., Any], written: Iterable[int], args: Sequence[Any]
+) -> tuple[Sequence[Any], dict[int, torch.Tensor]]:
+    """Call ``run``, which interprets a graph in float64, on copies of the inputs at ``written``.
 
-    Floating-point tensors become float64 when an operator reads them, and results in narrower types are asked for in
-    float64. So float64 copies of parameters live as long as an operator needs them, intermediate results until their
-    last use, and copies of written inputs for a whole run. An operator without float64 runs in the types of the traced
-    graph; its results become float64 after it. Nothing that the run is called with changes.
+    Returns the flat outputs, and {position: copy of a written input after the run}.
+
+    Results of another size differ there by a leak, hardly by rounding. Floating-point tensors become float64 when an
+    operator reads them, and results in narrower types are asked for in float64. So float64 copies of parameters live as
+    long as an operator needs them, intermediate results until their last use, and copies of written inputs for a whole
+    run. An operator without float64 runs in the types of the traced graph; its results become float64 after it.
     """
-
-    def __init__(self, partition: Partition) -> None:
-        self.in_own_type: dict[str, torch.dtype] = {}  #: {operator: type} of the operators that ran without float64
-        self._written = partition.mutated_inputs
-        self._run = partition.bind(
-            {region.name: _Interpreter(region.graph_module, self.in_own_type).run for region in partition.regions}
-        )
-
-    def __call__(self, args: Sequence[Any]) -> tuple[Sequence[Any], dict[int, torch.Tensor]]:
-        """Run the graph; returns its flat outputs, and {position: copy of a written input after the run}."""
-        given = list(args)
-        with torch.no_grad():
-            for position in self._written:  # they share no memory, or the call would not be padded
-                given[position] = _wide(args[position].clone())  # guard: padding_float64_copies
-            outputs = trees.flatten(self._run(*given))[0]
-        return outputs, {position: given[position] for position in self._written}
+    with torch.no_grad():
+        # Written inputs share no memory, or the call would not be padded.
+        copies = {position: _wide(args[position].clone()) for position in written}  # guard: padding_float64_copies
+        outputs = trees.flatten(run(*(copies.get(position, arg) for position, arg in enumerate(args))))[0]
+    return outputs, copies
 
 
 def region_in_float64(region: Region, args: Sequence[Any]) -> list[torch.Tensor]:
-    """Run a region in float64 on copies of what it writes; the tensors that it returns, then its written inputs."""
-    given, written = list(args), sorted(region.mutated_inputs)
-    with torch.no_grad():
-        for position in written:
-            given[position] = _wide(args[position].clone())
-        returned = trees.flatten(_Interpreter(region.graph_module, {}).run(*given))[0]
-    return [*(value for value in returned if isinstance(value, torch.Tensor)), *(given[p] for p in written)]
+    """Run a region in float64; the tensors that it returns, then copies of its written inputs."""
+    returned, written = _run_wide(_Interpreter(region.graph_module, {}).run, sorted(region.mutated_inputs), args)
+    return [*(value for value in returned if isinstance(value, torch.Tensor)), *written.values()]
 
 
 def _wide(value: Any) -> Any:

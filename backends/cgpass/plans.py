@@ -199,19 +199,16 @@ class ReplayPlans:
         return planned
 
 
-class _EagerRegion:
-    """Runs the code of an eager region; during a FULL capture, through the capture's record of region calls."""
+def _eager_region(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that runs an eager region; during a FULL capture, through the capture's record of region calls."""
 
-    def __init__(self, name: str, run: Callable[..., Any]) -> None:
-        self.name = name
-        self.run = run
-
-    def __call__(self, *args: Any) -> Any:
-        """Run it."""
+    def call(*args: Any) -> Any:
         context = current_context()
         if context is None or context.capture is None:
-            return self.run(*args)
-        return context.capture.call(self.name, self.run, args, {})
+            return run(*args)
+        return context.capture.call(name, run, args, {})
+
+    return call
 
 
 def wrapped_regions(
@@ -228,7 +225,7 @@ def wrapped_regions(
     callees: dict[str, Callable[..., Any]] = {}
     for region in partition.regions:
         if region.kind == "eager":
-            callees[region.name] = _EagerRegion(f"{name}.{region.name}", region.graph_module.forward)
+            callees[region.name] = _eager_region(f"{name}.{region.name}", region.graph_module.forward)
             continue
         static = [p for p, value in enumerate(region.inputs) if value in given and given[value].is_static]
         callees[region.name] = CUDAGraphWrapper(

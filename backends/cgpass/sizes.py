@@ -99,20 +99,22 @@ class GraphSizes:
         values = [graph_input.value for graph_input in parts.inputs]
         env = symbolic.shape_env_of(values)
         simplified = simplifier(env)
-        hints = {symbol: int(hint) for symbol, hint in symbolic.hints_of(env).items()} if env is not None else {}
+        hints = {symbol: int(hint) for symbol, hint in symbolic.hints_of(env).items()}
         layouts = {
-            position: _layout(graph_input, simplified, env)
+            position: _layout(graph_input, simplified, hints)
             for position, graph_input in enumerate(parts.inputs)
             if isinstance(graph_input.value, torch.Tensor) and not graph_input.is_exchanged
         }
         numbers = {p: simplified(value) for p, value in enumerate(values) if isinstance(value, torch.SymInt)}
         shapes = [value.shape for value in values if isinstance(value, torch.Tensor)]
         in_shapes = symbols_in(simplified(size) for shape in shapes for size in shape)
-        places = _places(numbers, layouts, frozenset(parts.layout_inputs) if in_shapes else frozenset())
+        read_from = layouts.keys() | (numbers.keys() - set(parts.layout_inputs if in_shapes else ()))
+        places = symbolic.places_of([v if p in read_from else None for p, v in enumerate(values)], simplified)
+        declared = [(layouts[position].shape[dim], name) for position, dim, name in _declared_dims(parts, settings)]
         read = {position for position, dim in places.values() if dim is None}
         return cls(
-            sizes=_named_sizes(parts, settings, layouts, places, hints),
-            fixed={f: size for size, f in _declared_dims(parts, settings, layouts) if isinstance(size, int)},
+            sizes=_named_sizes(parts, settings, layouts, places, hints, declared),
+            fixed={name: size for size, name in declared if isinstance(size, int)},
             numbers=numbers,
             layout_numbers=tuple(position for position in numbers if position not in read),
             layouts=layouts,
@@ -166,39 +168,24 @@ class GraphSizes:
         return {position: values[expression] for position, expression in self.numbers.items() if expression in values}
 
 
-def _layout(graph_input: GraphInput, simplified: Callable[[Any], Expression], env: Any) -> InputLayout:
+def _layout(graph_input: GraphInput, simplified: Callable[[Any], Expression], hints: Sizes) -> InputLayout:
     tensor = graph_input.value
     strides = tuple(map(simplified, tensor.stride()))
-    hints = symbolic.hints_of(env) if env is not None else {}
-    traced = [int(s.xreplace(hints)) if isinstance(s, sympy.Expr) else s for s in strides]
+    traced = [value_at(stride, hints) for stride in strides]
     order = sorted(range(tensor.dim()), key=lambda dim: (traced[dim], -dim))
     shape, offset = tuple(map(simplified, tensor.shape)), simplified(tensor.storage_offset())
     return InputLayout(graph_input.shown, shape, strides, offset, tuple(order))
 
 
-def _places(
-    numbers: Mapping[int, Expression], layouts: Mapping[int, InputLayout], layout_numbers: frozenset[int]
-) -> dict[sympy.Symbol, tuple[int, int | None]]:
-    """Where each symbol is read; int arguments are preferred, because they cost less to read than shapes."""
-    places: dict[sympy.Symbol, tuple[int, int | None]] = {}
-    for position, expression in numbers.items():
-        if isinstance(expression, sympy.Symbol) and position not in layout_numbers:
-            places.setdefault(expression, (position, None))
-    for position, layout in layouts.items():
-        for dim, size in enumerate(layout.shape):
-            if isinstance(size, sympy.Symbol):
-                places.setdefault(size, (position, dim))
-    return places
-
-
-def _declared_dims(
-    parts: Partition, settings: Settings, layouts: Mapping[int, InputLayout]
-) -> Iterator[tuple[Expression, str]]:
-    """(size, key field) of each dimension that ``dynamic_dims`` declares."""
-    for position, layout in layouts.items():
-        for dim, name in settings.dynamic_dims.get(parts.inputs[position].source_name or "", {}).items():
-            if dim < len(layout.shape):
-                yield layout.shape[dim], name
+def _declared_dims(parts: Partition, settings: Settings) -> tuple[tuple[int, int, str], ...]:
+    """(position, dimension, key field) of each dimension that ``dynamic_dims`` declares."""
+    return tuple(
+        (position, dim, name)
+        for position, given in enumerate(parts.inputs)
+        if isinstance(given.value, torch.Tensor) and not given.is_exchanged
+        for dim, name in settings.dynamic_dims.get(given.source_name or "", {}).items()
+        if dim < given.value.dim()
+    )
 
 
 def _named_sizes(
@@ -207,6 +194,7 @@ def _named_sizes(
     layouts: Mapping[int, InputLayout],
     places: Mapping[sympy.Symbol, tuple[int, int | None]],
     hints: Sizes,
+    declared_sizes: Sequence[tuple[Expression, str]],
 ) -> tuple[Size, ...]:
     of_calls = {p: layout.shape for p, layout in layouts.items() if not parts.inputs[p].is_static}
     homes = {  # the first call argument, no parameter or buffer, that has the size
@@ -215,7 +203,7 @@ def _named_sizes(
         for size in shape
         if isinstance(size, sympy.Symbol)
     }
-    names = {s: name for s, name in _declared_dims(parts, settings, layouts) if isinstance(s, sympy.Symbol)}
+    names = {size: name for size, name in declared_sizes if isinstance(size, sympy.Symbol)}
     # With dynamic_dims, only those dimensions are declared. Else a padding rule declares all sizes of its input.
     padded = [
         layouts[p].shape
@@ -299,20 +287,15 @@ class NamedSizes:
         After a graph break no input has a declared name. In the first graph that is a mistake in the names, and then
         its symbols tell which dimensions a key counts.
         """
-        tensors = [(p, given) for p, given in enumerate(parts.inputs) if isinstance(given.value, torch.Tensor)]
-        declared = tuple(
-            (position, dim, name)
-            for position, given in tensors
-            for dim, name in settings.dynamic_dims.get(given.source_name or "", {}).items()
-            if not given.is_exchanged
-        )
+        tensors = [given for given in parts.inputs if isinstance(given.value, torch.Tensor)]
+        declared = _declared_dims(parts, settings)
         return cls(
             symbols=key_symbols(parts.inputs, settings.dynamic_dims),
             guards=GuardedSymbols.from_graph(graph_module),
             settings=settings,
             grid=SizeGrid.of(settings.capture_sizes) if settings.capture_sizes else None,
             names=tuple(given.shown for given in parts.inputs),
-            arguments=tuple(given.source_name for _, given in tensors if given.source_name),
+            arguments=tuple(given.source_name for given in tensors if given.source_name),
             is_first=is_first,
             declared=declared,
             symbolic=() if declared or (settings.dynamic_dims and not is_first) else _symbolic(parts.inputs),

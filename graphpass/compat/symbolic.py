@@ -142,6 +142,24 @@ def expression_of(size: Any) -> sympy.Expr | int | None:
     return size if isinstance(size, int) else None
 
 
+def places_of(
+    values: Iterable[Any], expression: Callable[[Any], Any] = expression_of
+) -> dict[sympy.Symbol, tuple[int, int | None]]:
+    """{symbol: (position, dimension)}: which value has a symbol as a size. The dimension of an int is None.
+
+    Ints are preferred, because they cost less to read than shapes. ``expression`` returns that of a size.
+    """
+    places: dict[Any, tuple[int, int | None]] = {}
+    of_ints: dict[Any, tuple[int, int | None]] = {}
+    for position, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            for dim, size in enumerate(map(expression, value.shape)):
+                places.setdefault(size, (position, dim))
+        elif isinstance(value, (torch.SymInt, torch.SymFloat)):
+            of_ints.setdefault(expression(value), (position, None))
+    return {size: place for size, place in (places | of_ints).items() if isinstance(size, sympy.Symbol)}
+
+
 def is_unbacked(symbol: sympy.Symbol) -> bool:
     """Whether ``symbol`` depends on data and is known only at run time (``.item()``, the row count of ``nonzero``)."""
     from torch.utils._sympy.symbol import SymT, symbol_is_type

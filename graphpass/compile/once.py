@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import time
 import weakref
@@ -114,38 +113,23 @@ class CompiledRegion:
     function: Callable[..., Any]  #: the artifact that serves every size
     opaque: bool  #: its kernels bypass torch's dispatcher, so a recorder must treat a call as one op
     uncompiled: Callable[..., Any]  #: the traced region, for inputs that no artifact serves
-    written_inputs: WrittenInputs | None  #: the check that inputs must pass before an artifact runs
-    size_position: int | None  #: the position of the input whose value selects from ``sized``
-    sized: tuple[SizedArtifact, ...]  #: the first that serves a size is used instead of ``function``
-    guards: tuple[sympy.Basic, ...]  #: conditions that the compilation added, over the symbols of the structural key
     trace: GraphTrace | None  #: the result of the trace function for the aten graph; None without a trace function
-    tuned: TunedRegion | None  #: chooses among variants of the artifacts; None if the region is not to be tuned
-    _chosen: dict[int, Callable[..., Any]]
-
-    @classmethod
-    def as_traced(cls, function: Callable[..., Any]) -> CompiledRegion:
-        """A region that stays uncompiled because it writes to inputs that have gaps or overlap."""
-        trace = GraphTrace(None, "it writes to inputs that have gaps or share memory")
-        return cls(function, False, function, None, None, (), (), trace, None, {})
+    written_inputs: WrittenInputs | None = None  #: the check that inputs must pass before an artifact runs
+    size_position: int | None = None  #: the position of the input whose value selects from ``sized``
+    sized: tuple[SizedArtifact, ...] = ()  #: the first that serves a size is used instead of ``function``
+    guards: tuple[sympy.Basic, ...] = ()  #: what the compilation assumed, over the symbols of the structural key
+    tuned: TunedRegion | None = None  #: chooses among variants of the artifacts; None if the region is not to be tuned
 
     def __call__(self, *args: Any) -> Any:
         """Run the artifact for these arguments, or the traced region if no artifact is valid for them."""
         # guard: written_inputs_overlap
         if self.written_inputs is not None and self.written_inputs.defeat_compilers(args):
             return self.uncompiled(*args)
-        function = self.function if self.size_position is None else self._for_size(args[self.size_position])
+        function = self.function
+        if self.size_position is not None:
+            size = (args[self.size_position],)
+            function = next((artifact.function for artifact in self.sized if artifact.serves(size)), function)
         return (function if self.tuned is None else self.tuned.choose(function, args))(*args)
-
-    def _for_size(self, size: int) -> Callable[..., Any]:
-        chosen = self._chosen.get(size)
-        if chosen is None:
-            sized = (artifact.function for artifact in self.sized if artifact.serves((size,)))
-            chosen = self._chosen[size] = next(sized, self.function)
-        return chosen
-
-    def num_artifacts(self) -> int:
-        """The number of artifacts, hence of compilations."""
-        return 1 + len(self.sized)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,10 +175,8 @@ class RegionCompiler:
             key = (structure.key, tuning is not None, *wanted)
             artifact = self._known.get(key)
             if artifact is None or not _assume(structure, artifact):  # guard: artifact_guards
-                artifact = self._known[key] = _Compilation(
-                    region, structure, facts, wanted, chosen, trace, tuning
-                ).run()
-                num_new += artifact.num_artifacts()
+                artifact = self._known[key] = _compiled(region, structure, facts, wanted, chosen, trace, tuning)
+                num_new += 1 + len(artifact.sized)
             if trace is not None:
                 if artifact.trace is None:
                     traced = trace_alone(trace, region.graph_module, structure.symbols)
@@ -227,69 +209,24 @@ def _assume(structure: Structure, artifact: CompiledRegion) -> bool:
     return symbolic.guard_on(structure.shape_env, structure.own(artifact.guards))
 
 
-@dataclass(frozen=True, slots=True)
-class _Compilation:
-    """The compilation of one region."""
+def _compiled(
+    region: Any,
+    structure: Structure,
+    known: frozenset[sympy.Basic],
+    wanted: tuple[Any, ...],
+    compiler: Compiler,
+    trace: TraceFunction | None,
+    tuning: Tuning | None,
+) -> CompiledRegion:
+    """Compile one region. ``known`` are the facts when its key was computed; later facts become guards."""
+    graph_module = region.graph_module
+    examples = [dynamo.example_value(node) for node in graph_module.graph.find_nodes(op="placeholder")]
+    written = WrittenInputs.of(examples, region.mutated_inputs) if compiler.functionalizes else None
+    if written is not None and written.defeat_compilers(examples):
+        untraced = GraphTrace(None, "it writes to inputs that have gaps or share memory")
+        return CompiledRegion(graph_module.forward, opaque=False, uncompiled=graph_module.forward, trace=untraced)
 
-    region: Any
-    structure: Structure
-    known: frozenset[sympy.Basic]  # facts when the key was computed; later facts become guards of the artifact
-    wanted: tuple[Any, ...]
-    compiler: Compiler
-    trace: TraceFunction | None
-    tuning: Tuning | None
-
-    def run(self) -> CompiledRegion:
-        graph_module = self.region.graph_module
-        examples = [dynamo.example_value(node) for node in graph_module.graph.find_nodes(op="placeholder")]
-        written = WrittenInputs.of(examples, self.region.mutated_inputs) if self.compiler.functionalizes else None
-        if written is not None and written.defeat_compilers(examples):
-            return CompiledRegion.as_traced(graph_module.forward)
-        shape_env = self.structure.shape_env
-        function, trace = self._compiled(examples)
-        added = [guard for guard in symbolic.facts_of(shape_env) if guard not in self.known]
-        position, sized = self._sized(examples, written)
-        return CompiledRegion(
-            function=function,
-            opaque=self.compiler.opaque,
-            uncompiled=graph_module.forward,
-            written_inputs=written,
-            size_position=position,
-            sized=sized,
-            guards=self.structure.canonical(added),
-            trace=trace,
-            tuned=None
-            if self.tuning is None
-            else TunedRegion(self.tuning, self.region, examples, functools.partial(self._within, examples, written)),
-            _chosen={},
-        )
-
-    def _compiled(self, examples: Sequence[Any]) -> tuple[Callable[..., Any], GraphTrace | None]:
-        """The artifact for all sizes, and the trace of its aten graph if the compiler produced one."""
-        graph_module = own_copy(self.region.graph_module)
-        with dynamo.floats_as_tensors(examples):
-            if self.trace is None or not self.compiler.functionalizes:
-                return self.compiler.compile(graph_module, examples), None
-            show = TraceOnce(self.trace, self.region.graph_module)
-            function = self.compiler.compile(graph_module, examples, show)
-            return function, show.result(self.structure.symbols)
-
-    def _sized(
-        self, examples: Sequence[Any], written: WrittenInputs | None
-    ) -> tuple[int | None, tuple[SizedArtifact, ...]]:
-        if not self.wanted:
-            return None, ()
-        symbol = self.structure.symbols[self.wanted[0]]
-        position = next((p for p, value in enumerate(examples) if symbolic.expression_of(value) == symbol), None)
-        if position is None:
-            return None, ()
-        found = (self._within(examples, written, {symbol: bounds}) for bounds in self.wanted[1])
-        return position, tuple(artifact for artifact in found if artifact is not None)
-
-    def _within(
-        self,
-        examples: Sequence[Any],
-        written: WrittenInputs | None,
+    def within(
         bounds: Mapping[sympy.Symbol, tuple[int | None, int | None]],
         sizes: Mapping[sympy.Symbol, int] | None = None,
         **settings: Any,
@@ -299,7 +236,28 @@ class _Compilation:
         if inputs is None or (written is not None and written.defeat_compilers(inputs.values)):
             return None
         with dynamo.tracing_with(inputs.fake_mode):
-            copy = own_copy(self.region.graph_module, keep_shapes=False)
-            function = self.compiler.compile(copy, inputs.values, **settings)
+            function = compiler.compile(own_copy(graph_module, keep_shapes=False), inputs.values, **settings)
         symbols = tuple(inputs.symbols[symbol] for symbol in bounds)
         return SizedArtifact(function, tuple(bounds.values()), symbols, symbolic.facts_of(inputs.fake_mode.shape_env))
+
+    show = TraceOnce(trace, graph_module) if trace is not None and compiler.functionalizes else None
+    with dynamo.floats_as_tensors(examples):
+        shown = () if show is None else (show,)
+        function = compiler.compile(own_copy(graph_module), examples, *shown)
+    added = [guard for guard in symbolic.facts_of(structure.shape_env) if guard not in known]
+    position, sized = None, list[SizedArtifact | None]()
+    if wanted:
+        symbol = structure.symbols[wanted[0]]
+        position = next((p for p, value in enumerate(examples) if symbolic.expression_of(value) == symbol), None)
+        sized = [within({symbol: bounds}) for bounds in wanted[1] if position is not None]
+    return CompiledRegion(
+        function,
+        opaque=compiler.opaque,
+        uncompiled=graph_module.forward,
+        trace=None if show is None else show.result(structure.symbols),
+        written_inputs=written,
+        size_position=position,
+        sized=tuple(artifact for artifact in sized if artifact is not None),
+        guards=structure.canonical(added),
+        tuned=None if tuning is None else TunedRegion(tuning, region, examples, within),
+    )

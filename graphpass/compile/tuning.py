@@ -11,16 +11,16 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import sympy
 import torch
 from torch import fx
 
-from graphpass.compat import dynamo, memory, symbolic
+from graphpass.compat import dynamo, symbolic
 from graphpass.compile.compilers import summary
-from graphpass.compile.structure import symbols_of
+from graphpass.compile.structure import sharing_of, symbols_of
 from graphpass.context import current_context
 from graphpass.ledger import Ledger, Reason, Row
 from graphpass.progress import progress_bar
@@ -54,14 +54,17 @@ class SizedArtifact:
     bounds: tuple[tuple[int | None, int | None], ...]  #: least and greatest size of each symbol; None for any
     symbols: tuple[sympy.Basic, ...]  #: the symbols in ``guards``; a number for a range of one size
     guards: tuple[sympy.Basic, ...]  #: conditions on the sizes that the compilation added besides the ranges
+    _served: dict[tuple[int, ...], bool] = field(default_factory=dict)
 
-    def serves(self, sizes: Sequence[int]) -> bool:
-        """Whether the artifact is valid for these sizes."""
-        numbers = {symbol: sympy.Integer(size) for symbol, size in zip(self.symbols, sizes, strict=True)}
-        return all(
-            (least is None or least <= size) and (greatest is None or size <= greatest)
-            for size, (least, greatest) in zip(sizes, self.bounds, strict=True)
-        ) and all(guard.xreplace(numbers) == sympy.true for guard in self.guards)
+    def serves(self, sizes: tuple[int, ...]) -> bool:
+        """Whether the artifact is valid for these sizes; known from the second time on."""
+        if sizes not in self._served:
+            numbers = {symbol: sympy.Integer(size) for symbol, size in zip(self.symbols, sizes, strict=True)}
+            self._served[sizes] = all(
+                (least is None or least <= size) and (greatest is None or size <= greatest)
+                for size, (least, greatest) in zip(sizes, self.bounds, strict=True)
+            ) and all(guard.xreplace(numbers) == sympy.true for guard in self.guards)
+        return self._served[sizes]
 
 
 class Run(Protocol):
@@ -130,13 +133,11 @@ class TunedRegion:
         self._tuning, self._region, self._compile_within = tuning, region, compile_within
         self._id = RegionId(tuning.callable, region.name)
         shape_env = symbolic.shape_env_of(examples)
-        self._symbols = {symbol: _place_of(symbol, examples) for symbol in symbols_of(examples)}
+        places = symbolic.places_of(examples)
+        self._symbols = {symbol: places.get(symbol) for symbol in symbols_of(examples)}
         self._bounds = {symbol: symbolic.bounds_of(shape_env, symbol) for symbol in self._symbols}
         self._settings = _ambient_settings()
         self._chosen: dict[tuple[int, ...], SizedArtifact | None] = {}  # for each range; None: the untuned artifact
-        self._serving: dict[
-            tuple[int, ...], Callable[..., Any] | None
-        ] = {}  # for each size; None: the untuned artifact
         self._is_readable = None not in self._symbols.values()
         if not self._is_readable:
             tuning.ledger.note(Reason("not tuned: no argument has one of its sizes"), at=str(self._id), is_problem=True)
@@ -164,11 +165,8 @@ class TunedRegion:
             finally:
                 calls.tuning_s += measurement.now() - start_s
                 self._tuning.tuner.spent_s += measurement.now() - start_s
-                self._serving.clear()
-        if sizes not in self._serving:
-            chosen = self._chosen[ranges]
-            self._serving[sizes] = chosen.function if chosen is not None and chosen.serves(sizes) else None
-        return self._serving[sizes] or untuned
+        chosen = self._chosen[ranges]
+        return chosen.function if chosen is not None and chosen.serves(sizes) else untuned
 
     def _tune(
         self,
@@ -388,8 +386,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def _layouts(results: Sequence[torch.Tensor], args: Sequence[Any]) -> list[Any]:
     """For each result its type, its shape, its strides, and the first tensor whose memory it shares."""
     given = [value for value in args if isinstance(value, torch.Tensor)]
-    first: dict[Any, int] = {}
-    shared = [first.setdefault(memory.storage_id(value), number) for number, value in enumerate((*given, *results))]
+    shared = sharing_of((*given, *results))
     return [
         (result.dtype, result.shape, [d for d, size in zip(result.stride(), result.shape, strict=True) if size > 1], at)
         for result, at in zip(results, shared[len(given) :], strict=True)
@@ -400,17 +397,6 @@ def _ambient_settings() -> tuple[Any, ...]:
     """The settings that a compiler reads, apart from the modes in which variants are always compiled."""
     with torch.inference_mode(False), torch.no_grad():
         return dynamo.compiler_settings()
-
-
-def _place_of(symbol: sympy.Symbol, examples: Sequence[Any]) -> tuple[int, int | None] | None:
-    """(position of the argument, its dimension, None for a number) that has a size; None if no argument has it."""
-    for position, value in enumerate(examples):
-        if not isinstance(value, torch.Tensor):
-            if symbolic.expression_of(value) == symbol:
-                return position, None
-        elif symbol in (sizes := [symbolic.expression_of(size) for size in value.shape]):
-            return position, sizes.index(symbol)
-    return None
 
 
 def _range_of(size: int) -> int:
