@@ -28,7 +28,7 @@ from graphpass.regions.analysis import (
 from graphpass.regions.assign import Region, assign, build_regions, written_positions
 from graphpass.regions.eagerrules import DEFAULT_RULES, SplitRule, splits_at
 from graphpass.regions.execute import value_of
-from graphpass.regions.stitch import Stitching, dump_partition, stitch
+from graphpass.regions.stitch import Stitching, dump_partition
 from graphpass.regions.symbols import GraphInput, graph_inputs, layout_inputs
 
 
@@ -116,11 +116,14 @@ def partition(
     rules = (splits_at(splitting_ops), *rules)
     whole = _copy(gm)
     analysis = annotate(whole, example_inputs)
-    run_passes(whole, [sizes_as_symbols(analysis.guarded), tuples_unpacked, tuples_stay_home])
+    sizes_as_symbols(whole.graph, analysis.guarded)
+    tuples_unpacked(whole.graph)
+    tuples_stay_home(whole.graph)
+    whole.graph.lint()
     inputs = graph_inputs(whole.graph, analysis.exchanged)
     dynamo.forget_arguments(whole.graph)
     regions = build_regions(whole, assign(whole, rules, analysis), analysis)
-    stitching = stitch(whole, regions)
+    stitching = Stitching(whole, regions)
     placeholders = [node for node in whole.graph.nodes if node.op == "placeholder"]
     written = frozenset[int]().union(*analysis.writes.values())
     outputs = whole.graph.output_node().args[0]
@@ -131,7 +134,7 @@ def partition(
         inputs=inputs,
         mutated_inputs=written_positions(placeholders, written),
         layout_inputs=layout_inputs(whole.graph),
-        source=stitching.source,
+        source=stitching.source(),
         output_shapes=tuple(map(_shape, leaves)),
         symbolic_numbers=tuple(
             p for p, leaf in enumerate(leaves) if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool))
@@ -171,30 +174,13 @@ def _shape(value: Any) -> tuple[sympy.Expr | int, ...] | None:
     return tuple(expression for size in value.shape if (expression := symbolic.expression_of(size)) is not None)
 
 
-Pass = Callable[[fx.GraphModule], bool]
-
-
-def run_passes(gm: fx.GraphModule, passes: Iterable[Pass]) -> None:
-    """Run the passes in order; lint and recompile ``gm`` if one of them changed the graph."""
-    changed = [run(gm) for run in passes]
-    if any(changed):
-        gm.graph.lint()
-        gm.recompile()
-
-
-def sizes_as_symbols(fixed: bool) -> Pass:
-    """A pass that replaces every use of a ``torch.Size`` value by a tuple with one number per dimension."""
-
-    def replace_sizes(gm: fx.GraphModule) -> bool:
-        symbols = symbol_placeholders(gm.graph)
-        sizes = [node for node in gm.graph.nodes if isinstance(value_of(node), torch.Size)]
-        done: dict[fx.Node, tuple[Any, ...]] = {}
-        for node in sizes:
-            if node.op != "placeholder" and node not in done:
-                _replace_size(node, _dimensions(node, symbols, fixed), done)
-        return bool(sizes)
-
-    return replace_sizes
+def sizes_as_symbols(graph: fx.Graph, fixed: bool) -> None:
+    """Replace every use of a ``torch.Size`` value by a tuple with one number per dimension."""
+    symbols = symbol_placeholders(graph)
+    done: dict[fx.Node, tuple[Any, ...]] = {}
+    for node in [node for node in graph.nodes if isinstance(value_of(node), torch.Size)]:
+        if node.op != "placeholder" and node not in done:
+            _replace_size(node, _dimensions(node, symbols, fixed), done)
 
 
 def _dimensions(size: fx.Node, symbols: Mapping[sympy.Symbol, fx.Node], fixed: bool) -> tuple[Any, ...]:
@@ -281,22 +267,18 @@ def _rebuild_for_output(output: fx.Node, old: fx.Node, kind: type, items: Any) -
     _substitute(output, old, rebuilt)
 
 
-def tuples_unpacked(gm: fx.GraphModule) -> bool:
+def tuples_unpacked(graph: fx.Graph) -> None:
     """Replace each use of a whole tuple by uses of its items, so that a region's outputs are flat."""
-    changed = False
-    for node in list(gm.graph.nodes):
+    for node in list(graph.nodes):
         if node.op in ("placeholder", "output", "get_attr") or not is_tuple(value_of(node)) or is_rebuilt_output(node):
             continue
         users = [user for user in node.users if user.target not in (operator.getitem, getattr)]
-        if users:
-            items, kind = _items(node, value_of(node)), type(value_of(node))
-            for user in users:
-                if user.op == "output" and kind not in (tuple, list):
-                    _rebuild_for_output(user, node, kind, items)
-                else:
-                    _substitute(user, node, items)
-            changed = True
-    return changed
+        items, kind = _items(node, value_of(node)) if users else (), type(value_of(node))
+        for user in users:
+            if user.op == "output" and kind not in (tuple, list):
+                _rebuild_for_output(user, node, kind, items)
+            else:
+                _substitute(user, node, items)
 
 
 def _items(source: fx.Node, value: Any) -> Any:
@@ -312,19 +294,16 @@ def _items(source: fx.Node, value: Any) -> Any:
     return tuple(items) if isinstance(value, tuple) else items
 
 
-def tuples_stay_home(gm: fx.GraphModule) -> bool:
+def tuples_stay_home(graph: fx.Graph) -> None:
     """Move every getitem on a tuple or list directly after the node that produced it; tensor indexing does not move."""
     last: dict[fx.Node, fx.Node] = {}
-    changed = False
-    for node in list(gm.graph.nodes):
+    for node in list(graph.nodes):
         source = unpacked_from(node)
         if source is None:
             continue
         anchor = last.get(source, source)
         if node.prev is not anchor:
             anchor.append(node)
-            changed = True
         while source is not None:
             last[source] = node
             source = unpacked_from(source)
-    return changed
