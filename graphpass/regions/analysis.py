@@ -6,7 +6,6 @@ fake tensors. An op that may write to its arguments runs once on fake tensors, w
 
 from __future__ import annotations
 
-import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +21,6 @@ from graphpass.compat import dynamo, nnmodules, operators, symbolic
 from graphpass.compat.nnmodules import where_of
 from graphpass.errors import DeviceError, PartitionError
 from graphpass.regions.execute import (
-    UNDECLARED_WRITES,
     argument_storages,
     execute,
     owner_of,
@@ -30,7 +28,7 @@ from graphpass.regions.execute import (
     tensors_in,
     value_of,
 )
-from graphpass.regions.names import display_name, packets_of
+from graphpass.regions.names import display_name, traits_of
 
 FACTS = "graphpass_facts"
 RECOMPUTED = "graphpass_recomputed"
@@ -302,10 +300,8 @@ def is_known_pure(node: fx.Node) -> bool:
         return True
     if node.op == "call_module" or "out" in node.kwargs or not _is_torch_function(node):
         return False
-    if hasattr(target, "overloadpacket"):
-        return not _writes_by_schema(target)
-    packets = packets_of(node)
-    return bool(packets) and not any(_may_write(packet, tuple(packet.overloads())) for packet in packets)
+    overloads = traits_of(node, out=False)
+    return bool(overloads) and not any(traits.writes for traits in overloads)
 
 
 def _is_torch_function(node: fx.Node) -> bool:
@@ -318,22 +314,6 @@ def _is_torch_function(node: fx.Node) -> bool:
         return target is not None
     flagged = node.kwargs.get("inplace") or node.kwargs.get("max_norm") or True in node.args
     return target.__module__ in ("torch.nn.functional", "torch.functional", "torch._tensor") and not flagged
-
-
-@functools.cache
-def _may_write(packet: Any, overload_names: tuple[str, ...]) -> bool:
-    """Whether an overload of ``packet`` that a call without ``out=`` can resolve to writes to an argument.
-
-    ``overload_names`` is part of the cache key because overloads can be registered later.
-    """
-    overloads = (getattr(packet, name) for name in overload_names)
-    functional = (o for o in overloads if not any(argument.is_out for argument in operators.schema_of(o).arguments))
-    return any(map(_writes_by_schema, functional))
-
-
-def _writes_by_schema(overload: Any) -> bool:
-    schema = operators.schema_of(overload)
-    return bool(schema.is_mutable) or schema.name in UNDECLARED_WRITES
 
 
 def subgraphs_are_pure(node: fx.Node) -> bool:
