@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -184,10 +183,11 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any] | None) -> Analys
     for node in placeholders:
         node.meta["example_value"] = symbolic.fakify(fake_mode, value_of(node))
     walk = _Walk(fake_mode)
-    with ExitStack() as stack:
-        modes = _Modes(stack)
+    try:
         for node in gm.graph.nodes:
-            walk.visit(node, modes)
+            walk.visit(node)
+    finally:
+        walk.leave_autocast(*reversed(walk.autocasts))
     moving = [node for node in placeholders if not dynamo.is_static_address(node)]
     copied = frozenset[int]().union(*(storages_of(value_of(node)) for node in moving))
     facts = GraphFacts(_main_device(gm.graph), walk.readers, copied, _kept_memory(gm.graph, walk.memory, fake_mode))
@@ -228,17 +228,33 @@ class _Walk:
         self.readers: dict[sympy.Symbol, fx.Node] = {}
         self.exchanged: list[fx.Node] = []
         self.memory: dict[int, SplitReason] = {}
+        self.autocasts: dict[fx.Node, Any] = {}  # the node that entered autocast -> the mode, until it is left
         self._bound: set[sympy.Symbol] = set()
 
-    def visit(self, node: fx.Node, modes: _Modes) -> None:
+    def visit(self, node: fx.Node) -> None:
         if node.op == "placeholder":
             self._bound |= free_symbols(value_of(node))
         elif node.op == "get_attr":
             attribute = operator.attrgetter(str(node.target))(owner_of(node))
             if isinstance(attribute, torch.Tensor) and not _has_value(node):
                 node.meta["example_value"] = symbolic.fakify(self.fake_mode, attribute)
-        elif node.op in CALLS and not modes.follow(node):
+        elif node.op in CALLS and not self._changes_mode(node):
             self._visit_call(node)
+
+    def _changes_mode(self, node: fx.Node) -> bool:
+        """Whether a node enters or leaves a mode: autocast, which decides dtypes, is applied here, others are not."""
+        enter, leave = operators.autocast_pair()
+        if node.target is enter:
+            self.autocasts[node] = enter(*node.args)
+        elif node.target is leave:
+            self.leave_autocast(*node.args)
+        return operators.is_mode_op(node.target)
+
+    def leave_autocast(self, *entered: Any) -> None:
+        """Leave the autocast modes that these nodes entered."""
+        _, leave = operators.autocast_pair()
+        for node in entered:
+            leave(self.autocasts.pop(node))
 
     def _visit_call(self, node: fx.Node) -> None:
         known = _has_value(node)
@@ -327,28 +343,6 @@ def subgraphs_are_pure(node: fx.Node) -> bool:
         for inner in graph.nodes
         if inner.op in CALLS
     )
-
-
-class _Modes:
-    """Enters and leaves autocast during the walk, because it decides dtypes; skips every other mode op."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
-        self._entered: dict[fx.Node, Callable[[], None]] = {}
-
-    def follow(self, node: fx.Node) -> bool:
-        """Whether ``node`` enters or leaves a mode; if it does, the mode is applied here."""
-        enter_autocast, leave_autocast = operators.autocast_pair()
-        if node.target is enter_autocast:
-            mode = enter_autocast(*node.args)  # type: ignore[operator]
-            exits = ExitStack()
-            exits.callback(leave_autocast, mode)
-            self._stack.callback(exits.close)
-            self._entered[node] = exits.close
-        elif node.target is leave_autocast:
-            entered: Any = node.args[0]
-            self._entered[entered]()
-        return operators.is_mode_op(node.target)
 
 
 def _main_device(graph: fx.Graph) -> torch.device | None:
