@@ -232,7 +232,7 @@ def _evaluated(call: OpCall, pads: Mapping[str, Pad | None]) -> Pad | None:
         pad = pads.get(name)
         if argument.dtype is None or argument.dtype.is_complex:
             return None
-        arguments.append((name, Entry.of(pad, argument.dtype, has_dims=argument.rank > 0)))
+        arguments.append((name, Entry(pad, argument.dtype, argument.rank > 0)))
     return cast_pad(evaluated(call.op.replace(".", "::", 1), arguments), call.shape.dtype)
 
 
