@@ -197,10 +197,7 @@ def _region_lines(region: Region, names: _Names) -> list[str]:
 
 
 def _node_lines(node: fx.Node, names: _Names) -> list[str]:
-    if node.op in ("placeholder", "output"):
-        return []
-    if node.op == "get_attr":
-        names.attribute(node.name, str(node.target))
+    if node.op in ("placeholder", "output", "get_attr"):
         return []
     arguments = [names.argument(value) for value in node.args]
     arguments += [f"{key}={names.argument(value)}" for key, value in node.kwargs.items()]
@@ -216,16 +213,10 @@ class _Names:
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
-        self._attributes: dict[str, str] = {}
         self._symbols: dict[sympy.Symbol, sympy.Symbol] = {}
 
     def of(self, name: str) -> str:
-        if name in self._attributes:
-            return self._attributes[name]
         return self._values.setdefault(name, f"v{len(self._values)}")
-
-    def attribute(self, name: str, target: str) -> None:
-        self._attributes[name] = f"self.{target}"
 
     def type_of(self, value: Any) -> str:
         if isinstance(value, torch.Tensor):
