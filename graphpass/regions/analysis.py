@@ -68,29 +68,26 @@ class SplitReason:
 
 @dataclass(frozen=True, slots=True)
 class GraphFacts:
-    """Facts about the whole graph for the eager rules; stored in ``node.meta[FACTS]`` of every node."""
+    """The result of the walk: facts about the whole graph, which stand in the metadata of its module for the rules."""
 
-    main_device: torch.device | None  #: of the inputs and parameters; the accelerator if some of them are on the CPU
-    readers: Mapping[sympy.Symbol, fx.Node]  #: unbacked symbol -> the node that produces its value at run time
+    main_device: torch.device | None = None  #: of inputs and parameters; the accelerator if some are on the CPU
+    #: Unbacked symbol -> the node that produces its value at run time.
+    readers: Mapping[sympy.Symbol, fx.Node] = field(default_factory=dict)
     #: Ids of the storages of inputs without a static address. See Note [Copied inputs].
     copied_storages: frozenset[int] = frozenset()
     #: Storage that outlives the call in another tensor than at its start -> what keeps it.
     kept: Mapping[int, SplitReason] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Analysis:
-    """The result of the walk."""
-
-    writes: Mapping[fx.Node, frozenset[int]]  #: call node -> ids of the storages that it writes, if any
-    guarded: bool  #: every placeholder had metadata, so Dynamo's guards ensure that constant sizes hold in each call
-    exchanged: frozenset[fx.Node]  #: the placeholders whose tensor gets another storage, perhaps that of their metadata
+    #: Call node -> ids of the storages that it writes, if any.
+    writes: Mapping[fx.Node, frozenset[int]] = field(default_factory=dict)
+    guarded: bool = False  #: every placeholder had metadata: Dynamo's guards ensure constant sizes in each call
+    #: The placeholders whose tensor gets another storage, perhaps that of their metadata.
+    exchanged: frozenset[fx.Node] = frozenset()
 
 
 def facts_of(node: fx.Node) -> GraphFacts:
     """The facts of the graph that ``node`` is in; empty facts before :func:`annotate` has run."""
-    facts = node.meta.get(FACTS)
-    return facts if isinstance(facts, GraphFacts) else GraphFacts(None, {})
+    facts = getattr(node.graph.owning_module, "meta", {}).get(FACTS)
+    return facts if isinstance(facts, GraphFacts) else GraphFacts()
 
 
 def free_symbols(value: Any) -> frozenset[sympy.Symbol]:
@@ -172,8 +169,8 @@ def unpacked_from(node: fx.Node) -> fx.Node | None:
     return source if isinstance(value_of(source), (tuple, list)) else None
 
 
-def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any] | None) -> Analysis:
-    """Fill in missing metadata, record which storages are written, and set :class:`GraphFacts` on every node."""
+def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any] | None) -> GraphFacts:
+    """Fill in missing metadata, record which storages are written, and note the :class:`GraphFacts`."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     guarded = all(map(_has_value, placeholders))
     if not guarded:
@@ -190,11 +187,12 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any] | None) -> Analys
         walk.leave_autocast(*reversed(walk.autocasts))
     moving = [node for node in placeholders if not dynamo.is_static_address(node)]
     copied = frozenset[int]().union(*(storages_of(value_of(node)) for node in moving))
-    facts = GraphFacts(_main_device(gm.graph), walk.readers, copied, _kept_memory(gm.graph, walk.memory, fake_mode))
-    for node in gm.graph.nodes:
-        node.meta[FACTS] = facts
+    kept = _kept_memory(gm.graph, walk.memory, fake_mode)
     values_exchanged = {id(value_of(node)) for node in walk.exchanged}
-    return Analysis(walk.writes, guarded, frozenset(p for p in placeholders if id(value_of(p)) in values_exchanged))
+    exchanged = frozenset(node for node in placeholders if id(value_of(node)) in values_exchanged)
+    facts = GraphFacts(_main_device(gm.graph), walk.readers, copied, kept, walk.writes, guarded, exchanged)
+    gm.meta[FACTS] = facts
+    return facts
 
 
 def _has_value(node: fx.Node) -> bool:
@@ -243,12 +241,13 @@ class _Walk:
 
     def _changes_mode(self, node: fx.Node) -> bool:
         """Whether a node enters or leaves a mode: autocast, which decides dtypes, is applied here, others are not."""
+        target: Any = node.target
         enter, leave = operators.autocast_pair()
-        if node.target is enter:
+        if target is enter:
             self.autocasts[node] = enter(*node.args)
-        elif node.target is leave:
+        elif target is leave:
             self.leave_autocast(*node.args)
-        return operators.is_mode_op(node.target)
+        return operators.is_mode_op(target)
 
     def leave_autocast(self, *entered: Any) -> None:
         """Leave the autocast modes that these nodes entered."""

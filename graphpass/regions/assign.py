@@ -18,9 +18,8 @@ from graphpass.compat import memory, operators
 from graphpass.compat.nnmodules import where_of
 from graphpass.regions.analysis import (
     CALLS,
-    FACTS,
     RECOMPUTED,
-    Analysis,
+    GraphFacts,
     SplitReason,
     free_symbols,
     is_rebuilt_output,
@@ -50,7 +49,7 @@ class NodeGroup:
     reasons: tuple[SplitReason, ...]
 
 
-def assign(gm: fx.GraphModule, rules: Sequence[SplitRule], analysis: Analysis) -> tuple[NodeGroup, ...]:
+def assign(gm: fx.GraphModule, rules: Sequence[SplitRule], facts: GraphFacts) -> tuple[NodeGroup, ...]:
     """Group the call nodes of a prepared graph into regions. May move allocations within ``gm``, nothing else."""
     calls = (node for node in gm.graph.nodes if node.op in CALLS and not is_rebuilt_output(node))
     # Each region that uses a recomputed number or constant computes it.
@@ -61,7 +60,7 @@ def assign(gm: fx.GraphModule, rules: Sequence[SplitRule], analysis: Analysis) -
     while torn := _torn_from_other_runs(runs):
         reasons.update(torn)
         runs = _runs(body, reasons)
-    trivial = [kind == "captured" and all(_is_trivial(n, analysis) for n in nodes) for kind, nodes in runs]
+    trivial = [kind == "captured" and all(_is_trivial(n, facts) for n in nodes) for kind, nodes in runs]
     runs = _fold_allocations(runs, trivial)
     located = {node: tuple(_located(reason, node) for reason in found) for node, found in reasons.items()}
     for (_, nodes), is_trivial in zip(runs, trivial, strict=True):
@@ -200,9 +199,9 @@ def _torn_from_other_runs(runs: Runs) -> dict[fx.Node, tuple[SplitReason, ...]]:
     return torn
 
 
-def _is_trivial(node: fx.Node, analysis: Analysis) -> bool:
+def _is_trivial(node: fx.Node, facts: GraphFacts) -> bool:
     """Whether a node launches no kernel: an allocation, a view, a number, a mode switch."""
-    if node in analysis.writes or operators.is_higher_order(node.target):
+    if node in facts.writes or operators.is_higher_order(node.target):
         return False
     if operators.is_mode_op(node.target) or _is_allocation(node):
         return True
@@ -276,18 +275,18 @@ class Region:
         return "; ".join(dict.fromkeys(map(str, self.reasons))) if self.kind == "eager" else None
 
 
-def build_regions(gm: fx.GraphModule, groups: Sequence[NodeGroup], analysis: Analysis) -> tuple[Region, ...]:
+def build_regions(gm: fx.GraphModule, groups: Sequence[NodeGroup], facts: GraphFacts) -> tuple[Region, ...]:
     """One region for each group, in order, in time linear in the graph."""
     symbols = symbol_placeholders(gm.graph)
     order = {node: position for position, node in enumerate(symbols.values())}
-    return tuple(_region(f"r{i}", gm, group, analysis, symbols, order) for i, group in enumerate(groups))
+    return tuple(_region(f"r{i}", gm, group, facts, symbols, order) for i, group in enumerate(groups))
 
 
 def _region(
     name: str,
     gm: fx.GraphModule,
     group: NodeGroup,
-    analysis: Analysis,
+    facts: GraphFacts,
     symbols: Mapping[sympy.Symbol, fx.Node],
     order: Mapping[fx.Node, int],
 ) -> Region:
@@ -300,7 +299,7 @@ def _region(
     sizes = {symbols[symbol] for symbol in used if symbol in symbols} | (outer.keys() & order.keys())
     inputs = list(dict.fromkeys((*sorted(sizes, key=order.__getitem__), *outer)))
     outputs = [node for node in group.nodes if any(_takes_over(user, inside, node) for user in node.users)]
-    written = frozenset[int]().union(*(analysis.writes.get(node, frozenset()) for node in group.nodes))
+    written = frozenset[int]().union(*(facts.writes.get(node, frozenset()) for node in group.nodes))
     return Region(
         name=name,
         kind=group.kind,
@@ -349,7 +348,7 @@ def _graph_module(
     for node in nodes:
         copies[node] = graph.node_copy(node, lambda argument: copies[argument])
     for node, copy in copies.items():
-        copy.meta = {key: value for key, value in node.meta.items() if key not in (FACTS, RECOMPUTED, CALLED)}
+        copy.meta = {key: value for key, value in node.meta.items() if key not in (RECOMPUTED, CALLED)}
     graph.output(tuple(copies[node] for node in outputs))
     graph.lint()
     return fx.GraphModule(gm, graph, class_name=name)

@@ -15,11 +15,9 @@ from graphpass.compat import dynamo, symbolic, trees
 from graphpass.errors import PartitionError
 from graphpass.ledger import Reason
 from graphpass.regions.analysis import (
-    FACTS,
     REBUILT,
     SplitReason,
     annotate,
-    facts_of,
     is_rebuilt_output,
     is_tuple,
     symbol_placeholders,
@@ -115,17 +113,17 @@ def partition(
     """
     rules = (splits_at(splitting_ops), *rules)
     whole = _copy(gm)
-    analysis = annotate(whole, example_inputs)
-    sizes_as_symbols(whole.graph, analysis.guarded)
+    facts = annotate(whole, example_inputs)
+    sizes_as_symbols(whole.graph, facts.guarded)
     tuples_unpacked(whole.graph)
     tuples_stay_home(whole.graph)
     whole.graph.lint()
-    inputs = graph_inputs(whole.graph, analysis.exchanged)
+    inputs = graph_inputs(whole.graph, facts.exchanged)
     dynamo.forget_arguments(whole.graph)
-    regions = build_regions(whole, assign(whole, rules, analysis), analysis)
+    regions = build_regions(whole, assign(whole, rules, facts), facts)
     stitching = Stitching(whole, regions)
     placeholders = [node for node in whole.graph.nodes if node.op == "placeholder"]
-    written = frozenset[int]().union(*analysis.writes.values())
+    written = frozenset[int]().union(*facts.writes.values())
     outputs = whole.graph.output_node().args[0]
     leaves = trees.flatten(fx.map_arg(outputs, value_of))[0]
     return Partition(
@@ -188,27 +186,24 @@ def _dimensions(size: fx.Node, symbols: Mapping[sympy.Symbol, fx.Node], fixed: b
     of_tensor = size.target == "size" or (size.target is getattr and size.args[1:2] == ("shape",))
     source, target = (size.args[0], torch.ops.aten.sym_size.int) if of_tensor else (size, operator.getitem)
     dimensions: list[Any] = []
-    cursor = size
-    for position, length in enumerate(value_of(size)):
-        expression = symbolic.expression_of(length)
-        if fixed and (isinstance(length, int) or getattr(expression, "is_Integer", False)):
-            dimensions.append(int(length))
-        elif expression in symbols:
-            dimensions.append(symbols[expression])
-        else:
-            with size.graph.inserting_after(cursor):
-                cursor = size.graph.call_function(target, (source, position))
-            cursor.meta["example_value"] = length
-            _share_facts(cursor, size)
-            dimensions.append(cursor)
+    with size.graph.inserting_before(size.next):
+        for position, length in enumerate(value_of(size)):
+            expression = symbolic.expression_of(length)
+            if fixed and (isinstance(length, int) or getattr(expression, "is_Integer", False)):
+                dimensions.append(int(length))
+            elif expression in symbols:
+                dimensions.append(symbols[expression])
+            else:
+                dimensions.append(_call(target, (source, position), length, of=size))
     return tuple(dimensions)
 
 
-def _share_facts(node: fx.Node, model: fx.Node) -> None:
-    node.meta[FACTS] = facts_of(model)
-    for key in ("stack_trace", "nn_module_stack"):
-        if key in model.meta:
-            node.meta[key] = model.meta[key]
+def _call(target: Any, args: tuple[Any, ...], value: Any, *, of: fx.Node) -> fx.Node:
+    """A new call with this value, for the same line of the user's code as the node ``of``."""
+    node = of.graph.call_function(target, args)
+    node.meta = {key: of.meta[key] for key in ("stack_trace", "nn_module_stack") if key in of.meta}
+    node.meta["example_value"] = value
+    return node
 
 
 def _replace_size(size: fx.Node, dimensions: tuple[Any, ...], done: dict[fx.Node, tuple[Any, ...]]) -> None:
@@ -241,10 +236,7 @@ def _product(before: fx.Node, factors: tuple[Any, ...]) -> Any:
             if isinstance(product, int) and (product == 1 or isinstance(factor, int)):
                 product = factor if product == 1 else product * factor
                 continue
-            node = before.graph.call_function(operator.mul, (product, factor))
-            node.meta["example_value"] = value_of(product) * value_of(factor)
-            _share_facts(node, before)
-            product = node
+            product = _call(operator.mul, (product, factor), value_of(product) * value_of(factor), of=before)
     return product
 
 
@@ -261,9 +253,8 @@ def _substitute(user: fx.Node, old: fx.Node, new: Any) -> None:
 def _rebuild_for_output(output: fx.Node, old: fx.Node, kind: type, items: Any) -> None:
     """Replace ``old`` in the output by a call of ``kind`` on its items, which the stitched code makes."""
     with output.graph.inserting_before(output):
-        rebuilt = output.graph.call_function(kind, tuple(items) if hasattr(kind, "_fields") else (items,))
-    rebuilt.meta.update({"example_value": value_of(old), REBUILT: True})
-    _share_facts(rebuilt, old)
+        rebuilt = _call(kind, tuple(items) if hasattr(kind, "_fields") else (items,), value_of(old), of=old)
+    rebuilt.meta[REBUILT] = True
     _substitute(output, old, rebuilt)
 
 
@@ -283,14 +274,9 @@ def tuples_unpacked(graph: fx.Graph) -> None:
 
 def _items(source: fx.Node, value: Any) -> Any:
     """New getitem nodes after ``source`` for the items of its tuple; nested for a nested tuple."""
-    items: list[Any] = []
-    cursor = source
-    for position, item in enumerate(value):
-        with source.graph.inserting_after(cursor):
-            cursor = source.graph.call_function(operator.getitem, (source, position))
-        cursor.meta["example_value"] = item
-        _share_facts(cursor, source)
-        items.append(_items(cursor, item) if is_tuple(item) else cursor)
+    with source.graph.inserting_before(source.next):
+        nodes = [_call(operator.getitem, (source, at), item, of=source) for at, item in enumerate(value)]
+    items = [_items(node, item) if is_tuple(item) else node for node, item in zip(nodes, value, strict=True)]
     return tuple(items) if isinstance(value, tuple) else items
 
 
