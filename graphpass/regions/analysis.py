@@ -6,11 +6,9 @@ fake tensors. An op that may write to its arguments runs once on fake tensors, w
 
 from __future__ import annotations
 
-import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +20,6 @@ from graphpass.compat import dynamo, nnmodules, operators, symbolic
 from graphpass.compat.nnmodules import where_of
 from graphpass.errors import DeviceError, PartitionError
 from graphpass.regions.execute import (
-    UNDECLARED_WRITES,
     argument_storages,
     execute,
     owner_of,
@@ -30,7 +27,7 @@ from graphpass.regions.execute import (
     tensors_in,
     value_of,
 )
-from graphpass.regions.names import display_name, packets_of
+from graphpass.regions.names import display_name, traits_of
 
 FACTS = "graphpass_facts"
 RECOMPUTED = "graphpass_recomputed"
@@ -71,29 +68,26 @@ class SplitReason:
 
 @dataclass(frozen=True, slots=True)
 class GraphFacts:
-    """Facts about the whole graph for the eager rules; stored in ``node.meta[FACTS]`` of every node."""
+    """The result of the walk: facts about the whole graph, which stand in the metadata of its module for the rules."""
 
-    main_device: torch.device | None  #: of the inputs and parameters; the accelerator if some of them are on the CPU
-    readers: Mapping[sympy.Symbol, fx.Node]  #: unbacked symbol -> the node that produces its value at run time
+    main_device: torch.device | None = None  #: of inputs and parameters; the accelerator if some are on the CPU
+    #: Unbacked symbol -> the node that produces its value at run time.
+    readers: Mapping[sympy.Symbol, fx.Node] = field(default_factory=dict)
     #: Ids of the storages of inputs without a static address. See Note [Copied inputs].
     copied_storages: frozenset[int] = frozenset()
     #: Storage that outlives the call in another tensor than at its start -> what keeps it.
     kept: Mapping[int, SplitReason] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Analysis:
-    """The result of the walk."""
-
-    writes: Mapping[fx.Node, frozenset[int]]  #: call node -> ids of the storages that it writes, if any
-    guarded: bool  #: every placeholder had metadata, so Dynamo's guards ensure that constant sizes hold in each call
-    exchanged: frozenset[fx.Node]  #: the placeholders whose tensor gets another storage, perhaps that of their metadata
+    #: Call node -> ids of the storages that it writes, if any.
+    writes: Mapping[fx.Node, frozenset[int]] = field(default_factory=dict)
+    guarded: bool = False  #: every placeholder had metadata: Dynamo's guards ensure constant sizes in each call
+    #: The placeholders whose tensor gets another storage, perhaps that of their metadata.
+    exchanged: frozenset[fx.Node] = frozenset()
 
 
 def facts_of(node: fx.Node) -> GraphFacts:
     """The facts of the graph that ``node`` is in; empty facts before :func:`annotate` has run."""
-    facts = node.meta.get(FACTS)
-    return facts if isinstance(facts, GraphFacts) else GraphFacts(None, {})
+    facts = getattr(node.graph.owning_module, "meta", {}).get(FACTS)
+    return facts if isinstance(facts, GraphFacts) else GraphFacts()
 
 
 def free_symbols(value: Any) -> frozenset[sympy.Symbol]:
@@ -175,8 +169,8 @@ def unpacked_from(node: fx.Node) -> fx.Node | None:
     return source if isinstance(value_of(source), (tuple, list)) else None
 
 
-def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any] | None) -> Analysis:
-    """Fill in missing metadata, record which storages are written, and set :class:`GraphFacts` on every node."""
+def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any] | None) -> GraphFacts:
+    """Fill in missing metadata, record which storages are written, and note the :class:`GraphFacts`."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     guarded = all(map(_has_value, placeholders))
     if not guarded:
@@ -186,17 +180,19 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any] | None) -> Analys
     for node in placeholders:
         node.meta["example_value"] = symbolic.fakify(fake_mode, value_of(node))
     walk = _Walk(fake_mode)
-    with ExitStack() as stack:
-        modes = _Modes(stack)
+    try:
         for node in gm.graph.nodes:
-            walk.visit(node, modes)
+            walk.visit(node)
+    finally:
+        walk.leave_autocast(*reversed(walk.autocasts))
     moving = [node for node in placeholders if not dynamo.is_static_address(node)]
     copied = frozenset[int]().union(*(storages_of(value_of(node)) for node in moving))
-    facts = GraphFacts(_main_device(gm.graph), walk.readers, copied, _kept_memory(gm.graph, walk.memory, fake_mode))
-    for node in gm.graph.nodes:
-        node.meta[FACTS] = facts
+    kept = _kept_memory(gm.graph, walk.memory, fake_mode)
     values_exchanged = {id(value_of(node)) for node in walk.exchanged}
-    return Analysis(walk.writes, guarded, frozenset(p for p in placeholders if id(value_of(p)) in values_exchanged))
+    exchanged = frozenset(node for node in placeholders if id(value_of(node)) in values_exchanged)
+    facts = GraphFacts(_main_device(gm.graph), walk.readers, copied, kept, walk.writes, guarded, exchanged)
+    gm.meta[FACTS] = facts
+    return facts
 
 
 def _has_value(node: fx.Node) -> bool:
@@ -230,17 +226,35 @@ class _Walk:
         self.readers: dict[sympy.Symbol, fx.Node] = {}
         self.exchanged: list[fx.Node] = []
         self.memory: dict[int, SplitReason] = {}
+        self.autocasts: dict[fx.Node, Any] = {}  # the node that entered autocast -> the mode, until it is left
         self._bound: set[sympy.Symbol] = set()
 
-    def visit(self, node: fx.Node, modes: _Modes) -> None:
+    def visit(self, node: fx.Node) -> None:
         if node.op == "placeholder":
             self._bound |= free_symbols(value_of(node))
         elif node.op == "get_attr":
             attribute = operator.attrgetter(str(node.target))(owner_of(node))
             if isinstance(attribute, torch.Tensor) and not _has_value(node):
                 node.meta["example_value"] = symbolic.fakify(self.fake_mode, attribute)
-        elif node.op in CALLS and not modes.follow(node):
+        elif node.op in CALLS and not self._changes_mode(node):
             self._visit_call(node)
+
+    def _changes_mode(self, node: fx.Node) -> bool:
+        """Whether a node enters or leaves a mode: autocast, which decides dtypes, is applied here, others are not."""
+        target: Any = node.target
+        enter, leave = operators.autocast_pair()
+        if target is enter:
+            self.autocasts[node] = enter(*node.args)
+        elif target is leave:
+            self.leave_autocast(*node.args)
+        return operators.is_mode_op(target)
+
+    def leave_autocast(self, *entered: Any) -> None:
+        """Leave the autocast modes that these nodes entered."""
+        _, leave = operators.autocast_pair()
+        for node in entered:
+            if (mode := self.autocasts.pop(node, None)) is not None:
+                leave(mode)
 
     def _visit_call(self, node: fx.Node) -> None:
         known = _has_value(node)
@@ -302,10 +316,8 @@ def is_known_pure(node: fx.Node) -> bool:
         return True
     if node.op == "call_module" or "out" in node.kwargs or not _is_torch_function(node):
         return False
-    if hasattr(target, "overloadpacket"):
-        return not _writes_by_schema(target)
-    packets = packets_of(node)
-    return bool(packets) and not any(_may_write(packet, tuple(packet.overloads())) for packet in packets)
+    overloads = traits_of(node, out=False)
+    return bool(overloads) and not any(traits.writes for traits in overloads)
 
 
 def _is_torch_function(node: fx.Node) -> bool:
@@ -320,22 +332,6 @@ def _is_torch_function(node: fx.Node) -> bool:
     return target.__module__ in ("torch.nn.functional", "torch.functional", "torch._tensor") and not flagged
 
 
-@functools.cache
-def _may_write(packet: Any, overload_names: tuple[str, ...]) -> bool:
-    """Whether an overload of ``packet`` that a call without ``out=`` can resolve to writes to an argument.
-
-    ``overload_names`` is part of the cache key because overloads can be registered later.
-    """
-    overloads = (getattr(packet, name) for name in overload_names)
-    functional = (o for o in overloads if not any(argument.is_out for argument in operators.schema_of(o).arguments))
-    return any(map(_writes_by_schema, functional))
-
-
-def _writes_by_schema(overload: Any) -> bool:
-    schema = operators.schema_of(overload)
-    return bool(schema.is_mutable) or schema.name in UNDECLARED_WRITES
-
-
 def subgraphs_are_pure(node: fx.Node) -> bool:
     """Whether a higher-order op has subgraphs and none of their ops writes to its arguments."""
     names = [str(argument.target) for argument in node.all_input_nodes if argument.op == "get_attr"]
@@ -347,28 +343,6 @@ def subgraphs_are_pure(node: fx.Node) -> bool:
         for inner in graph.nodes
         if inner.op in CALLS
     )
-
-
-class _Modes:
-    """Enters and leaves autocast during the walk, because it decides dtypes; skips every other mode op."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
-        self._entered: dict[fx.Node, Callable[[], None]] = {}
-
-    def follow(self, node: fx.Node) -> bool:
-        """Whether ``node`` enters or leaves a mode; if it does, the mode is applied here."""
-        enter_autocast, leave_autocast = operators.autocast_pair()
-        if node.target is enter_autocast:
-            mode = enter_autocast(*node.args)  # type: ignore[operator]
-            exits = ExitStack()
-            exits.callback(leave_autocast, mode)
-            self._stack.callback(exits.close)
-            self._entered[node] = exits.close
-        elif node.target is leave_autocast:
-            entered: Any = node.args[0]
-            self._entered[entered]()
-        return operators.is_mode_op(node.target)
 
 
 def _main_device(graph: fx.Graph) -> torch.device | None:

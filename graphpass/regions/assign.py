@@ -5,6 +5,7 @@ Each group becomes a graph module with flat inputs and outputs.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,9 +18,8 @@ from graphpass.compat import memory, operators
 from graphpass.compat.nnmodules import where_of
 from graphpass.regions.analysis import (
     CALLS,
-    FACTS,
     RECOMPUTED,
-    Analysis,
+    GraphFacts,
     SplitReason,
     free_symbols,
     is_rebuilt_output,
@@ -28,7 +28,7 @@ from graphpass.regions.analysis import (
     unpacked_from,
 )
 from graphpass.regions.eagerrules import SplitRule, read_by_storage, reshapes_in_place
-from graphpass.regions.execute import storages_of, tensors_in, value_of, values_at
+from graphpass.regions.execute import argument_storages, storages_of, tensors_in, value_of, values_at
 from graphpass.regions.names import CALLED, display_name, names_of
 
 _OUTSIDE = "enter the mode around the call of the compiled model, not inside the model"
@@ -49,7 +49,7 @@ class NodeGroup:
     reasons: tuple[SplitReason, ...]
 
 
-def assign(gm: fx.GraphModule, rules: Sequence[SplitRule], analysis: Analysis) -> tuple[NodeGroup, ...]:
+def assign(gm: fx.GraphModule, rules: Sequence[SplitRule], facts: GraphFacts) -> tuple[NodeGroup, ...]:
     """Group the call nodes of a prepared graph into regions. May move allocations within ``gm``, nothing else."""
     calls = (node for node in gm.graph.nodes if node.op in CALLS and not is_rebuilt_output(node))
     # Each region that uses a recomputed number or constant computes it.
@@ -60,26 +60,24 @@ def assign(gm: fx.GraphModule, rules: Sequence[SplitRule], analysis: Analysis) -
     while torn := _torn_from_other_runs(runs):
         reasons.update(torn)
         runs = _runs(body, reasons)
-    trivial = [kind == "captured" and all(_is_trivial(n, analysis) for n in nodes) for kind, nodes in runs]
+    trivial = [kind == "captured" and all(_is_trivial(n, facts) for n in nodes) for kind, nodes in runs]
     runs = _fold_allocations(runs, trivial)
-    groups: list[NodeGroup] = []
-    for (kind, nodes), is_trivial in zip(runs, trivial, strict=True):
-        if not nodes:
-            continue
-        if is_trivial:
-            group = NodeGroup("eager", tuple(nodes), (SplitReason("nothing to capture", _listed(nodes)),))
-        else:
-            located = (
-                replace(reason, where=reason.where or where_of(node.meta.get("stack_trace")))
-                for node in nodes
-                for reason in reasons.get(node, ())
-            )
-            group = NodeGroup(kind, tuple(nodes), tuple(located))
-        if groups and groups[-1].kind == group.kind:
-            last = groups.pop()
-            group = NodeGroup(group.kind, last.nodes + group.nodes, last.reasons + group.reasons)
-        groups.append(group)
-    return tuple(NodeGroup(g.kind, g.nodes, tuple(dict.fromkeys(g.reasons))) for g in groups)
+    located = {node: tuple(_located(reason, node) for reason in found) for node, found in reasons.items()}
+    for (_, nodes), is_trivial in zip(runs, trivial, strict=True):
+        if is_trivial and nodes:
+            located.update(dict.fromkeys(nodes, ()))
+            located[nodes[0]] = (SplitReason("nothing to capture", _listed(nodes)),)
+    ordered = [node for _, nodes in runs for node in nodes]
+    return tuple(
+        NodeGroup(
+            kind, tuple(nodes), tuple(dict.fromkeys(reason for node in nodes for reason in located.get(node, ())))
+        )
+        for kind, nodes in _runs(ordered, located)
+    )
+
+
+def _located(reason: SplitReason, node: fx.Node) -> SplitReason:
+    return replace(reason, where=reason.where or where_of(node.meta.get("stack_trace")))
 
 
 def _listed(nodes: Iterable[fx.Node]) -> str:
@@ -201,17 +199,16 @@ def _torn_from_other_runs(runs: Runs) -> dict[fx.Node, tuple[SplitReason, ...]]:
     return torn
 
 
-def _is_trivial(node: fx.Node, analysis: Analysis) -> bool:
+def _is_trivial(node: fx.Node, facts: GraphFacts) -> bool:
     """Whether a node launches no kernel: an allocation, a view, a number, a mode switch."""
-    if node in analysis.writes or operators.is_higher_order(node.target):
+    if node in facts.writes or operators.is_higher_order(node.target):
         return False
     if operators.is_mode_op(node.target) or _is_allocation(node):
         return True
     value = value_of(node)
     result_storages = [memory.storage_id(tensor) for tensor in tensors_in(value)]
     if result_storages:
-        reused = frozenset[int]().union(*(storages_of(value_of(argument)) for argument in node.all_input_nodes))
-        return all(storage in reused for storage in result_storages)
+        return argument_storages(node).issuperset(result_storages)
     return value is not None or not any(True for _ in tensors_in([value_of(a) for a in node.all_input_nodes]))
 
 
@@ -225,14 +222,16 @@ def _fold_allocations(runs: Runs, trivial: Sequence[bool]) -> Runs:
     This is safe because an allocation reads no tensor contents, so no write in between can change it.
     """
     run_of = {node: position for position, (_, nodes) in enumerate(runs) for node in nodes}
-    neighbours = _captured_neighbours(runs, trivial)
+    captured = [position for position, (kind, _) in enumerate(runs) if kind == "captured" and not trivial[position]]
     for position, (_, nodes) in enumerate(runs):
         if not trivial[position]:
             continue
+        at = bisect(captured, position)
+        before, after = (captured[at - 1] if at else None), (captured[at] if at < len(captured) else None)
         waiting = tuple(nodes)
         nodes.clear()
         for node in waiting:
-            target = _joined_run(node, *neighbours[position], run_of) if _is_allocation(node) else None
+            target = _joined_run(node, before, after, run_of) if _is_allocation(node) else None
             if target is None:
                 nodes.append(node)
                 continue
@@ -245,19 +244,6 @@ def _fold_allocations(runs: Runs, trivial: Sequence[bool]) -> Runs:
                 joined.appendleft(node)
             run_of[node] = target
     return runs
-
-
-def _captured_neighbours(runs: Runs, trivial: Sequence[bool]) -> list[tuple[int | None, int | None]]:
-    """For each run the positions of the nearest runs before and after it that will be captured."""
-    before: list[int | None] = []
-    after: list[int | None] = []
-    for neighbours, order in ((before, range(len(runs))), (after, range(len(runs) - 1, -1, -1))):
-        nearest: int | None = None
-        for position in order:
-            neighbours.append(nearest)
-            if runs[position][0] == "captured" and not trivial[position]:
-                nearest = position
-    return list(zip(before, reversed(after), strict=True))
 
 
 def _joined_run(node: fx.Node, before: int | None, after: int | None, run_of: Mapping[fx.Node, int]) -> int | None:
@@ -289,18 +275,18 @@ class Region:
         return "; ".join(dict.fromkeys(map(str, self.reasons))) if self.kind == "eager" else None
 
 
-def build_regions(gm: fx.GraphModule, groups: Sequence[NodeGroup], analysis: Analysis) -> tuple[Region, ...]:
+def build_regions(gm: fx.GraphModule, groups: Sequence[NodeGroup], facts: GraphFacts) -> tuple[Region, ...]:
     """One region for each group, in order, in time linear in the graph."""
     symbols = symbol_placeholders(gm.graph)
     order = {node: position for position, node in enumerate(symbols.values())}
-    return tuple(_region(f"r{i}", gm, group, analysis, symbols, order) for i, group in enumerate(groups))
+    return tuple(_region(f"r{i}", gm, group, facts, symbols, order) for i, group in enumerate(groups))
 
 
 def _region(
     name: str,
     gm: fx.GraphModule,
     group: NodeGroup,
-    analysis: Analysis,
+    facts: GraphFacts,
     symbols: Mapping[sympy.Symbol, fx.Node],
     order: Mapping[fx.Node, int],
 ) -> Region:
@@ -313,7 +299,7 @@ def _region(
     sizes = {symbols[symbol] for symbol in used if symbol in symbols} | (outer.keys() & order.keys())
     inputs = list(dict.fromkeys((*sorted(sizes, key=order.__getitem__), *outer)))
     outputs = [node for node in group.nodes if any(_takes_over(user, inside, node) for user in node.users)]
-    written = frozenset[int]().union(*(analysis.writes.get(node, frozenset()) for node in group.nodes))
+    written = frozenset[int]().union(*(facts.writes.get(node, frozenset()) for node in group.nodes))
     return Region(
         name=name,
         kind=group.kind,
@@ -362,7 +348,7 @@ def _graph_module(
     for node in nodes:
         copies[node] = graph.node_copy(node, lambda argument: copies[argument])
     for node, copy in copies.items():
-        copy.meta = {key: value for key, value in node.meta.items() if key not in (FACTS, RECOMPUTED, CALLED)}
+        copy.meta = {key: value for key, value in node.meta.items() if key not in (RECOMPUTED, CALLED)}
     graph.output(tuple(copies[node] for node in outputs))
     graph.lint()
     return fx.GraphModule(gm, graph, class_name=name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from types import CodeType
 from typing import Any
 
@@ -24,8 +24,8 @@ from graphpass.regions.names import (
     module_of,
     names_of,
     overload_name,
-    packets_of,
     qualified,
+    traits_of,
 )
 
 _FIXED_SHAPE = "keep the shape fixed: a mask and torch.where, instead of indexing with a mask"
@@ -83,7 +83,7 @@ def splits_at(ops: Iterable[object]) -> SplitRule:
 def unsafe_tag(node: fx.Node) -> SplitReason | None:
     """An operator whose author tagged it ``cudagraph_unsafe``."""
     tag = getattr(torch.Tag, "cudagraph_unsafe", None)
-    if tag is None or not any(tag in tags for tags in tags_of(node, out=True)):
+    if tag is None or not any(tag in traits.tags for traits in traits_of(node, out=True)):
         return None
     text = f"{display_name(node)} is tagged cudagraph_unsafe"
     return SplitReason("unsafe tag", text, remedy="use an operator without that tag")
@@ -91,7 +91,7 @@ def unsafe_tag(node: fx.Node) -> SplitReason | None:
 
 def reshapes_in_place(node: fx.Node) -> bool:
     """Whether a node changes shape or strides of its argument in place: ``t_``, ``unsqueeze_``, ``resize_``."""
-    return any(torch.Tag.inplace_view in tags for tags in tags_of(node, out=False))
+    return any(torch.Tag.inplace_view in traits.tags for traits in traits_of(node, out=False))
 
 
 def read_by_storage(node: fx.Node) -> frozenset[int]:
@@ -193,33 +193,11 @@ def _reads_a_size(node: fx.Node) -> bool:
 
 
 def _always_data_dependent(node: fx.Node) -> bool:
-    functional = tags_of(node, out=False)
-    if not functional or not all(torch.Tag.dynamic_output_shape in tags for tags in functional):
+    functional = traits_of(node, out=False)
+    if not functional or not all(torch.Tag.dynamic_output_shape in traits.tags for traits in functional):
         return False
     num_classes: Any = (*node.args[1:], node.kwargs.get("num_classes", -1))[0]
     return "aten::one_hot" not in names_of(node) or bool(num_classes == -1)
-
-
-def tags_of(node: fx.Node, *, out: bool) -> list[Collection[torch.Tag]]:
-    """The tags of each overload that a node may call, without the ``out=`` overloads unless ``out``."""
-    target: Any = node.target
-    if hasattr(target, "overloadpacket"):
-        return [target.tags] if out or not _has_out(target) else []
-    return [tags for packet in packets_of(node) for tags in _tags_of(packet, tuple(packet.overloads()), out=out)]
-
-
-@functools.cache
-def _tags_of(packet: Any, overload_names: tuple[str, ...], *, out: bool) -> tuple[frozenset[Any], ...]:
-    """The tags of each overload of a packet: the ``out=`` overloads if ``out``, else the others.
-
-    ``overload_names`` is part of the cache key because overloads can be registered later.
-    """
-    overloads = [getattr(packet, name) for name in overload_names]
-    return tuple(frozenset(overload.tags) for overload in overloads if out or not _has_out(overload))
-
-
-def _has_out(overload: Any) -> bool:
-    return any(argument.is_out for argument in operators.schema_of(overload).arguments)
 
 
 def host_scalar(node: fx.Node) -> SplitReason | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,9 +84,10 @@ def floats_as_tensors(graph_module: fx.GraphModule) -> FloatInputs:
     rewriting = _Rewriting(graph)
     for node in list(graph.nodes):
         rewriting.visit(node)
-    for node in (*reversed(rewriting.numbers), *rewriting.numbers_as_tensors()):
-        if not node.users:  # numbers of constants stay, where an operator takes numbers
-            graph.erase_node(node)
+    made = {*rewriting.numbers, *rewriting.numbers.values(), *rewriting.cast.values()}
+    for node in reversed(graph.nodes):
+        if node in made and node.op != "placeholder" and not node.users:
+            graph.erase_node(node)  # numbers of constants stay, where an operator takes numbers
     floats = {node for node in rewriting.numbers.values() if node.op == "placeholder" and node.users}
     positions = tuple(p for p, node in enumerate(graph.find_nodes(op="placeholder")) if node in floats)
     return FloatInputs(positions, rewriting.device, tuple(rewriting.constants))
@@ -98,18 +99,13 @@ class _Rewriting:
     def __init__(self, graph: fx.Graph) -> None:
         #: Node whose value is a number computed from floats -> node with the same value as a float64 tensor.
         self.numbers: dict[fx.Node, fx.Node] = {}
+        self.cast: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}  # (number, dtype) -> the number as a tensor
         self.constants: list[tuple[str, str, str]] = []
         devices = [tensor.device for node in graph.nodes for tensor in tensors_in(value_of(node))]
         self.device = next((d for d in devices if d.type not in ("cpu", "meta")), torch.device("cpu"))
         self._graph = graph
         self._floats = dynamo.wrapped_floats(graph)
         self._items: dict[Any, fx.Node] = {}  # the symbol of a float -> the node that reads the float
-        self._cast: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
-
-    def numbers_as_tensors(self) -> Iterator[fx.Node]:
-        """The tensors that were made of numbers, each after those that are made of it."""
-        yield from reversed(self._cast.values())
-        yield from (tensor for tensor in reversed(self.numbers.values()) if tensor.op != "placeholder")
 
     def visit(self, node: fx.Node) -> None:
         """Replace the float that a node reads, or the numbers that it takes."""
@@ -238,9 +234,9 @@ class _Rewriting:
         tensor = self.numbers.get(number)
         if tensor is None or dtype is torch.float64:
             return tensor or number
-        if (number, dtype) not in self._cast:
-            self._cast[number, dtype] = self._new("to", (tensor, dtype), {}, before=number)
-        return self._cast[number, dtype]
+        if (number, dtype) not in self.cast:
+            self.cast[number, dtype] = self._new("to", (tensor, dtype), {}, before=number)
+        return self.cast[number, dtype]
 
     def _new(self, target: Any, args: Any, kwargs: Any, *, before: fx.Node) -> fx.Node:
         """A new node with the value that it has over fake tensors; no value if it fails."""

@@ -11,9 +11,8 @@ from graphpass.compat import symbolic
 from graphpass.compat.nnmodules import where_of
 from graphpass.ledger import Reason
 from graphpass.regions.assign import Region
-from graphpass.regions.eagerrules import tags_of
 from graphpass.regions.execute import argument_storages, storages_of, value_of
-from graphpass.regions.names import display_name, names_of
+from graphpass.regions.names import display_name, names_of, traits_of
 from graphpass.regions.split import Partition
 
 _PRODUCTS = frozenset({"aten::linear", "aten::mm", "aten::matmul"})
@@ -204,4 +203,6 @@ def _reduces(node: fx.Node) -> bool:
 
 def _has_tag(node: fx.Node, name: str) -> bool:
     tag = getattr(torch.Tag, name, None)
-    return node.op != "call_module" and tag is not None and any(tag in tags for tags in tags_of(node, out=False))
+    if node.op == "call_module" or tag is None:
+        return False
+    return any(tag in traits.tags for traits in traits_of(node, out=False))

@@ -30,13 +30,13 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from graphpass.compat import operators
-from graphpass.regions.execute import execute, owner_of, value_of
+from graphpass.regions.execute import UNDECLARED_WRITES, execute, owner_of, value_of
 
 CALLED = "graphpass_called"
 
@@ -108,6 +108,30 @@ def packets_of(node: fx.Node) -> tuple[Any, ...]:
     named = (name.partition("::") for name in sorted(names_of(node)) if "." not in name)
     found = (operators.operator_packet(namespace, base) for namespace, _, base in named if base)
     return tuple(packet for packet in found if packet is not None)
+
+
+class Traits(NamedTuple):
+    """What an overload is known to do."""
+
+    tags: frozenset[torch.Tag]
+    is_out: bool  #: it writes its result into an argument, ``out=``
+    writes: bool  #: it writes to an argument, by its schema or as the table of execute says
+
+
+def traits_of(node: fx.Node, *, out: bool) -> list[Traits]:
+    """The traits of each overload that a node may call, without the ``out=`` overloads unless ``out``."""
+    if hasattr(node.target, "overloadpacket"):
+        overloads: list[Any] = [node.target]
+    else:
+        overloads = [overload for packet in packets_of(node) for overload in operators.overloads_of(packet)]
+    return [traits for traits in map(_traits, overloads) if out or not traits.is_out]
+
+
+@functools.cache
+def _traits(overload: Any) -> Traits:
+    schema = operators.schema_of(overload)
+    is_out = any(argument.is_out for argument in schema.arguments)
+    return Traits(frozenset(overload.tags), is_out, bool(schema.is_mutable) or schema.name in UNDECLARED_WRITES)
 
 
 def overload_name(overload: Any) -> str:

@@ -15,11 +15,9 @@ from graphpass.compat import dynamo, symbolic, trees
 from graphpass.errors import PartitionError
 from graphpass.ledger import Reason
 from graphpass.regions.analysis import (
-    FACTS,
     REBUILT,
     SplitReason,
     annotate,
-    facts_of,
     is_rebuilt_output,
     is_tuple,
     symbol_placeholders,
@@ -28,7 +26,7 @@ from graphpass.regions.analysis import (
 from graphpass.regions.assign import Region, assign, build_regions, written_positions
 from graphpass.regions.eagerrules import DEFAULT_RULES, SplitRule, splits_at
 from graphpass.regions.execute import value_of
-from graphpass.regions.stitch import Stitching, dump_partition, stitch
+from graphpass.regions.stitch import Stitching, dump_partition
 from graphpass.regions.symbols import GraphInput, graph_inputs, layout_inputs
 
 
@@ -115,14 +113,17 @@ def partition(
     """
     rules = (splits_at(splitting_ops), *rules)
     whole = uncompiled_copy(gm)
-    analysis = annotate(whole, example_inputs)
-    run_passes(whole, [sizes_as_symbols(analysis.guarded), tuples_unpacked, tuples_stay_home])
-    inputs = graph_inputs(whole.graph, analysis.exchanged)
+    facts = annotate(whole, example_inputs)
+    sizes_as_symbols(whole.graph, facts.guarded)
+    tuples_unpacked(whole.graph)
+    tuples_stay_home(whole.graph)
+    whole.graph.lint()
+    inputs = graph_inputs(whole.graph, facts.exchanged)
     dynamo.forget_arguments(whole.graph)
-    regions = build_regions(whole, assign(whole, rules, analysis), analysis)
-    stitching = stitch(whole, regions)
+    regions = build_regions(whole, assign(whole, rules, facts), facts)
+    stitching = Stitching(whole, regions)
     placeholders = [node for node in whole.graph.nodes if node.op == "placeholder"]
-    written = frozenset[int]().union(*analysis.writes.values())
+    written = frozenset[int]().union(*facts.writes.values())
     outputs = whole.graph.output_node().args[0]
     leaves = trees.flatten(fx.map_arg(outputs, value_of))[0]
     return Partition(
@@ -131,7 +132,7 @@ def partition(
         inputs=inputs,
         mutated_inputs=written_positions(placeholders, written),
         layout_inputs=layout_inputs(whole.graph),
-        source=stitching.source,
+        source=stitching.source(),
         output_shapes=tuple(map(_shape, leaves)),
         symbolic_numbers=tuple(
             p for p, leaf in enumerate(leaves) if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool))
@@ -171,30 +172,13 @@ def _shape(value: Any) -> tuple[sympy.Expr | int, ...] | None:
     return tuple(expression for size in value.shape if (expression := symbolic.expression_of(size)) is not None)
 
 
-Pass = Callable[[fx.GraphModule], bool]
-
-
-def run_passes(gm: fx.GraphModule, passes: Iterable[Pass]) -> None:
-    """Run the passes in order; lint and recompile ``gm`` if one of them changed the graph."""
-    changed = [run(gm) for run in passes]
-    if any(changed):
-        gm.graph.lint()
-        gm.recompile()
-
-
-def sizes_as_symbols(fixed: bool) -> Pass:
-    """A pass that replaces every use of a ``torch.Size`` value by a tuple with one number per dimension."""
-
-    def replace_sizes(gm: fx.GraphModule) -> bool:
-        symbols = symbol_placeholders(gm.graph)
-        sizes = [node for node in gm.graph.nodes if isinstance(value_of(node), torch.Size)]
-        done: dict[fx.Node, tuple[Any, ...]] = {}
-        for node in sizes:
-            if node.op != "placeholder" and node not in done:
-                _replace_size(node, _dimensions(node, symbols, fixed), done)
-        return bool(sizes)
-
-    return replace_sizes
+def sizes_as_symbols(graph: fx.Graph, fixed: bool) -> None:
+    """Replace every use of a ``torch.Size`` value by a tuple with one number per dimension."""
+    symbols = symbol_placeholders(graph)
+    done: dict[fx.Node, tuple[Any, ...]] = {}
+    for node in [node for node in graph.nodes if isinstance(value_of(node), torch.Size)]:
+        if node.op != "placeholder" and node not in done:
+            _replace_size(node, _dimensions(node, symbols, fixed), done)
 
 
 def _dimensions(size: fx.Node, symbols: Mapping[sympy.Symbol, fx.Node], fixed: bool) -> tuple[Any, ...]:
@@ -202,27 +186,24 @@ def _dimensions(size: fx.Node, symbols: Mapping[sympy.Symbol, fx.Node], fixed: b
     of_tensor = size.target == "size" or (size.target is getattr and size.args[1:2] == ("shape",))
     source, target = (size.args[0], torch.ops.aten.sym_size.int) if of_tensor else (size, operator.getitem)
     dimensions: list[Any] = []
-    cursor = size
-    for position, length in enumerate(value_of(size)):
-        expression = symbolic.expression_of(length)
-        if fixed and (isinstance(length, int) or getattr(expression, "is_Integer", False)):
-            dimensions.append(int(length))
-        elif expression in symbols:
-            dimensions.append(symbols[expression])
-        else:
-            with size.graph.inserting_after(cursor):
-                cursor = size.graph.call_function(target, (source, position))
-            cursor.meta["example_value"] = length
-            _share_facts(cursor, size)
-            dimensions.append(cursor)
+    with size.graph.inserting_before(size.next):
+        for position, length in enumerate(value_of(size)):
+            expression = symbolic.expression_of(length)
+            if fixed and (isinstance(length, int) or getattr(expression, "is_Integer", False)):
+                dimensions.append(int(length))
+            elif expression in symbols:
+                dimensions.append(symbols[expression])
+            else:
+                dimensions.append(_call(target, (source, position), length, of=size))
     return tuple(dimensions)
 
 
-def _share_facts(node: fx.Node, model: fx.Node) -> None:
-    node.meta[FACTS] = facts_of(model)
-    for key in ("stack_trace", "nn_module_stack"):
-        if key in model.meta:
-            node.meta[key] = model.meta[key]
+def _call(target: Any, args: tuple[Any, ...], value: Any, *, of: fx.Node) -> fx.Node:
+    """A new call with this value, for the same line of the user's code as the node ``of``."""
+    node = of.graph.call_function(target, args)
+    node.meta = {key: of.meta[key] for key in ("stack_trace", "nn_module_stack") if key in of.meta}
+    node.meta["example_value"] = value
+    return node
 
 
 def _replace_size(size: fx.Node, dimensions: tuple[Any, ...], done: dict[fx.Node, tuple[Any, ...]]) -> None:
@@ -255,10 +236,7 @@ def _product(before: fx.Node, factors: tuple[Any, ...]) -> Any:
             if isinstance(product, int) and (product == 1 or isinstance(factor, int)):
                 product = factor if product == 1 else product * factor
                 continue
-            node = before.graph.call_function(operator.mul, (product, factor))
-            node.meta["example_value"] = value_of(product) * value_of(factor)
-            _share_facts(node, before)
-            product = node
+            product = _call(operator.mul, (product, factor), value_of(product) * value_of(factor), of=before)
     return product
 
 
@@ -275,56 +253,43 @@ def _substitute(user: fx.Node, old: fx.Node, new: Any) -> None:
 def _rebuild_for_output(output: fx.Node, old: fx.Node, kind: type, items: Any) -> None:
     """Replace ``old`` in the output by a call of ``kind`` on its items, which the stitched code makes."""
     with output.graph.inserting_before(output):
-        rebuilt = output.graph.call_function(kind, tuple(items) if hasattr(kind, "_fields") else (items,))
-    rebuilt.meta.update({"example_value": value_of(old), REBUILT: True})
-    _share_facts(rebuilt, old)
+        rebuilt = _call(kind, tuple(items) if hasattr(kind, "_fields") else (items,), value_of(old), of=old)
+    rebuilt.meta[REBUILT] = True
     _substitute(output, old, rebuilt)
 
 
-def tuples_unpacked(gm: fx.GraphModule) -> bool:
+def tuples_unpacked(graph: fx.Graph) -> None:
     """Replace each use of a whole tuple by uses of its items, so that a region's outputs are flat."""
-    changed = False
-    for node in list(gm.graph.nodes):
+    for node in list(graph.nodes):
         if node.op in ("placeholder", "output", "get_attr") or not is_tuple(value_of(node)) or is_rebuilt_output(node):
             continue
         users = [user for user in node.users if user.target not in (operator.getitem, getattr)]
-        if users:
-            items, kind = _items(node, value_of(node)), type(value_of(node))
-            for user in users:
-                if user.op == "output" and kind not in (tuple, list):
-                    _rebuild_for_output(user, node, kind, items)
-                else:
-                    _substitute(user, node, items)
-            changed = True
-    return changed
+        items, kind = _items(node, value_of(node)) if users else (), type(value_of(node))
+        for user in users:
+            if user.op == "output" and kind not in (tuple, list):
+                _rebuild_for_output(user, node, kind, items)
+            else:
+                _substitute(user, node, items)
 
 
 def _items(source: fx.Node, value: Any) -> Any:
     """New getitem nodes after ``source`` for the items of its tuple; nested for a nested tuple."""
-    items: list[Any] = []
-    cursor = source
-    for position, item in enumerate(value):
-        with source.graph.inserting_after(cursor):
-            cursor = source.graph.call_function(operator.getitem, (source, position))
-        cursor.meta["example_value"] = item
-        _share_facts(cursor, source)
-        items.append(_items(cursor, item) if is_tuple(item) else cursor)
+    with source.graph.inserting_before(source.next):
+        nodes = [_call(operator.getitem, (source, at), item, of=source) for at, item in enumerate(value)]
+    items = [_items(node, item) if is_tuple(item) else node for node, item in zip(nodes, value, strict=True)]
     return tuple(items) if isinstance(value, tuple) else items
 
 
-def tuples_stay_home(gm: fx.GraphModule) -> bool:
+def tuples_stay_home(graph: fx.Graph) -> None:
     """Move every getitem on a tuple or list directly after the node that produced it; tensor indexing does not move."""
     last: dict[fx.Node, fx.Node] = {}
-    changed = False
-    for node in list(gm.graph.nodes):
+    for node in list(graph.nodes):
         source = unpacked_from(node)
         if source is None:
             continue
         anchor = last.get(source, source)
         if node.prev is not anchor:
             anchor.append(node)
-            changed = True
         while source is not None:
             last[source] = node
             source = unpacked_from(source)
-    return changed

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -20,23 +19,34 @@ from graphpass.compat import symbolic
 from graphpass.errors import PartitionError
 from graphpass.regions.analysis import is_rebuilt_output
 from graphpass.regions.assign import Region
-from graphpass.regions.execute import value_of
+from graphpass.regions.execute import owner_of, value_of
 from graphpass.regions.names import display_name
 from graphpass.regions.symbols import GraphInput
 
 FILENAME = "<graphpass stitched>"
 
 
-@dataclass(frozen=True, slots=True)
 class Stitching:
-    """Generated code, before it is bound to the callables of the regions."""
+    """The stitched function before it is bound to callables: its names, and its code for each set of fixed regions."""
 
-    source: str  #: one function definition
-    constants: Mapping[str, Any]  #: values of other names in the source: output constants, parameters that are returned
-    defaults: tuple[Any, ...]  #: default values of the trailing arguments
-    outputs: Mapping[str, tuple[str, ...]]  #: {region: its outputs as variables of the source}
-    _write: Callable[[frozenset[str]], str]
-    _codes: dict[frozenset[str], CodeType] = field(default_factory=dict)
+    def __init__(self, gm: fx.GraphModule, regions: Sequence[Region]) -> None:
+        """``regions`` must come from the graph of ``gm``."""
+        self._regions = regions
+        self._placeholders = gm.graph.find_nodes(op="placeholder")
+        self._variables = self._variable_names()
+        used = frozenset(self._variables.values())
+        self._free_names = (name for n in itertools.count() if (name := f"_constant_{n}") not in used)
+        self._constants: dict[str, Any] = {}  # other names in the source: output constants, returned parameters
+        self._defaults = tuple(node.args[0] for node in self._placeholders if node.args)
+        self._parameters = ", ".join(map(self._parameter, self._placeholders))
+        output = gm.graph.output_node()
+        self._result = self._expression(output.args[0] if output.args else None)
+        self._returned = [
+            used.name
+            for node in output.all_input_nodes
+            for used in (node.all_input_nodes if is_rebuilt_output(node) else (node,))
+        ]
+        self._codes: dict[frozenset[str], CodeType] = {}
 
     def bind(
         self, callees: Mapping[str, Callable[..., Any]], fixed: Mapping[str, Sequence[Any]] | None = None
@@ -46,110 +56,62 @@ class Stitching:
         The regions in ``fixed`` return the same objects in every call: they are called without arguments, and what
         reads their outputs reads these objects.
         """
-        if callees.keys() != self.outputs.keys():
+        names = [region.name for region in self._regions]
+        if callees.keys() != set(names):
             raise PartitionError(
                 "the stitched code calls every region once",
-                expected=f"callees for {', '.join(self.outputs) or 'no region'}",
+                expected=f"callees for {', '.join(names) or 'no region'}",
                 found=", ".join(sorted(callees)) or "none",
                 remedy="pass one callable for each name in Partition.regions",
             )
-        fixed = fixed or {}
-        names = frozenset(fixed)
-        if names not in self._codes:
-            compiled = compile(self._write(names), FILENAME, "exec").co_consts
-            self._codes[names] = next(code for code in compiled if isinstance(code, CodeType))
+        values = fixed or {}
+        key = frozenset(values)
+        if key not in self._codes:
+            compiled = compile(self.source(key), FILENAME, "exec").co_consts
+            self._codes[key] = next(code for code in compiled if isinstance(code, CodeType))
         results = {
-            name: value
-            for region, values in fixed.items()
-            for name, value in zip(self.outputs[region], values, strict=True)
+            self._variables[output]: value
+            for region in self._regions
+            if region.name in values
+            for output, value in zip(region.outputs, values[region.name], strict=True)
         }
-        return FunctionType(self._codes[names], {**self.constants, **results, **callees}, "stitched", self.defaults)
+        return FunctionType(self._codes[key], {**self._constants, **results, **callees}, "stitched", self._defaults)
 
+    def source(self, fixed: Collection[str] = ()) -> str:
+        """The function, whose ``fixed`` regions are called without arguments and return the same objects always.
 
-@dataclass(frozen=True, slots=True)
-class _Code:
-    """The stitched function as names, from which its source is written for each set of fixed regions."""
-
-    parameters: str
-    result: str  #: the expression that it returns
-    arguments: tuple[str, ...]  #: values that are its arguments
-    regions: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]  #: (name, input values, output values) in order
-    returned: tuple[str, ...]  #: values that ``result`` reads
-    variables: Mapping[str, str]  #: {value: its variable}
-
-    def source(self, fixed: frozenset[str]) -> str:
-        """The function, whose ``fixed`` regions are called without arguments and return the same objects always."""
-        return "\n".join([f"def stitched({self.parameters}):", *self._body(fixed), f"    return {self.result}", ""])
-
-    def _body(self, fixed: frozenset[str]) -> list[str]:
-        """The calls, each followed by ``del`` of the values that have no later use."""
+        Each call is followed by ``del`` of the values that have no later use.
+        """
         last_use = self._last_uses(fixed)
-        released: list[list[str]] = [[] for _ in range(len(self.regions) + 1)]
+        released: list[list[str]] = [[] for _ in range(len(self._regions) + 1)]
         for value, position in last_use.items():
             released[position].append(value)
-        lines: list[str] = []
+        lines = [f"def stitched({self._parameters}):"]
         if not fixed:  # else the unused arguments are as many as the weights, and the caller holds them
-            lines += self._release([name for name in self.arguments if name not in last_use])
-        for position, (region, inputs, results) in enumerate(self.regions):
-            if region in fixed:
-                lines.append(f"    {region}()")
-            else:
-                call = f"{region}({', '.join(self.variables[name] for name in inputs)})"
-                outputs = ", ".join(self.variables[name] for name in results)
-                unpacking = f"{outputs}{',' if len(results) == 1 else ''} = " if outputs else ""
-                lines.append(f"    {unpacking}{call}")
+            lines += self._release([node.name for node in self._placeholders if node.name not in last_use])
+        for position, region in enumerate(self._regions):
+            outputs = self._listed(region.outputs)
+            unpacking = f"{outputs}{',' if len(region.outputs) == 1 else ''} = " if outputs else ""
+            call = f"{unpacking}{region.name}({self._listed(region.inputs)})"
+            lines.append(f"    {region.name}()" if region.name in fixed else f"    {call}")
             lines += self._release(released[position])
-        return lines
+        return "\n".join([*lines, f"    return {self._result}", ""])
+
+    def _listed(self, values: Iterable[str]) -> str:
+        return ", ".join(self._variables[value] for value in values)
 
     def _release(self, values: Sequence[str]) -> list[str]:
-        return [f"    del {', '.join(self.variables[value] for value in values)}"] if values else []
+        return [f"    del {self._listed(values)}"] if values else []
 
-    def _last_uses(self, fixed: frozenset[str]) -> dict[str, int]:
+    def _last_uses(self, fixed: Collection[str]) -> dict[str, int]:
         """Value name -> position of the last region that reads it from a local variable; the output is one more."""
         last: dict[str, int] = {}
-        for position, (region, inputs, _) in enumerate(self.regions):
-            if region not in fixed:
-                last.update(dict.fromkeys(inputs, position))
-        last.update(dict.fromkeys(self.returned, len(self.regions)))
-        kept = {output for region, _, outputs in self.regions if region in fixed for output in outputs}
+        for position, region in enumerate(self._regions):
+            if region.name not in fixed:
+                last.update(dict.fromkeys(region.inputs, position))
+        last.update(dict.fromkeys(self._returned, len(self._regions)))
+        kept = {output for region in self._regions if region.name in fixed for output in region.outputs}
         return {name: position for name, position in last.items() if name not in kept}
-
-
-def stitch(gm: fx.GraphModule, regions: Sequence[Region]) -> Stitching:
-    """Generate the code for ``regions``, which must come from the graph of ``gm``."""
-    return _Writer(gm, regions).stitching()
-
-
-class _Writer:
-    """Writes one stitched function; owns its variable names and constants."""
-
-    def __init__(self, gm: fx.GraphModule, regions: Sequence[Region]) -> None:
-        self._gm = gm
-        self._regions = regions
-        self._placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        self._output = gm.graph.output_node()
-        self._constants: dict[str, Any] = {}
-        self._variables = self._variable_names()
-        used = frozenset(self._variables.values())
-        self._free_names = (name for n in itertools.count() if (name := f"_constant_{n}") not in used)
-
-    def stitching(self) -> Stitching:
-        parameters, defaults = self._parameters()
-        result = self._expression(self._output.args[0] if self._output.args else None)
-        outputs = {region.name: tuple(self._variables[name] for name in region.outputs) for region in self._regions}
-        code = _Code(
-            parameters,
-            result,
-            arguments=tuple(node.name for node in self._placeholders),
-            regions=tuple((region.name, region.inputs, region.outputs) for region in self._regions),
-            returned=tuple(
-                used.name
-                for node in self._output.all_input_nodes
-                for used in (node.all_input_nodes if is_rebuilt_output(node) else (node,))
-            ),
-            variables=self._variables,
-        )
-        return Stitching(code.source(frozenset()), dict(self._constants), defaults, outputs, code.source)
 
     def _variable_names(self) -> dict[str, str]:
         """Value name -> variable. Arguments keep their names, which callers use as keywords, unless a region has it."""
@@ -163,16 +125,11 @@ class _Writer:
             named[value] = free
         return named
 
-    def _parameters(self) -> tuple[str, tuple[Any, ...]]:
-        parameters, defaults = [], []
-        for node in self._placeholders:
-            target = str(node.target)
-            stars = target[: len(target) - len(target.lstrip("*"))]
-            parameters.append(stars + self._variables[node.name])
-            if node.args:
-                defaults.append(node.args[0])
-                parameters[-1] += f"={self._constant(node.args[0])}"
-        return ", ".join(parameters), tuple(defaults)
+    def _parameter(self, node: fx.Node) -> str:
+        target = str(node.target)
+        stars = target[: len(target) - len(target.lstrip("*"))]
+        default = f"={self._constant(node.args[0])}" if node.args else ""
+        return f"{stars}{self._variables[node.name]}{default}"
 
     def _expression(self, value: Any) -> str:
         """Python text for an output value or structure."""
@@ -192,7 +149,7 @@ class _Writer:
         if is_rebuilt_output(node):
             return f"{self._constant(node.target)}({', '.join(map(self._expression, node.args))})"
         if node.op == "get_attr":
-            return self._constant(operator.attrgetter(str(node.target))(self._gm))
+            return self._constant(operator.attrgetter(str(node.target))(owner_of(node)))
         return self._variables[node.name]
 
     def _constant(self, value: Any) -> str:
@@ -240,10 +197,7 @@ def _region_lines(region: Region, names: _Names) -> list[str]:
 
 
 def _node_lines(node: fx.Node, names: _Names) -> list[str]:
-    if node.op in ("placeholder", "output"):
-        return []
-    if node.op == "get_attr":
-        names.attribute(node.name, str(node.target))
+    if node.op in ("placeholder", "output", "get_attr"):
         return []
     arguments = [names.argument(value) for value in node.args]
     arguments += [f"{key}={names.argument(value)}" for key, value in node.kwargs.items()]
@@ -259,16 +213,10 @@ class _Names:
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
-        self._attributes: dict[str, str] = {}
         self._symbols: dict[sympy.Symbol, sympy.Symbol] = {}
 
     def of(self, name: str) -> str:
-        if name in self._attributes:
-            return self._attributes[name]
         return self._values.setdefault(name, f"v{len(self._values)}")
-
-    def attribute(self, name: str, target: str) -> None:
-        self._attributes[name] = f"self.{target}"
 
     def type_of(self, value: Any) -> str:
         if isinstance(value, torch.Tensor):

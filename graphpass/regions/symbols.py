@@ -38,9 +38,8 @@ class GraphInput:
     marked_dims: frozenset[int] = frozenset()  #: dimensions that the user marked as dynamic
     label: str = ""  #: where Dynamo found it, for reports: ``args[0]``, ``self.layer.weight``; empty if unknown
     is_real_size: bool = False  #: the backend appended it: the real size of a dimension, also in a padded call
-    is_exchanged: bool = (
-        False  #: the graph gives the tensor another storage (``x.data = new``), perhaps that of ``value``
-    )
+    #: The graph gives the tensor another storage (``x.data = new``), perhaps that of ``value``.
+    is_exchanged: bool = False
 
     @property
     def is_of_tensor(self) -> bool:

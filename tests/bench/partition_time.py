@@ -35,10 +35,12 @@ ATTENTION = "graphpass_bench::attention"
 PHASES = {
     "_copy": "copy",
     "annotate": "annotate",
-    "run_passes": "passes",
+    "sizes_as_symbols": "sizes",
+    "tuples_unpacked": "tuples",
+    "tuples_stay_home": "items",
     "assign": "assign",
     "build_regions": "regions",
-    "stitch": "stitch",
+    "Stitching": "stitch",
 }
 
 

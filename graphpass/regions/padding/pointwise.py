@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import sympy
 import torch
@@ -138,11 +138,14 @@ def _of_pads(call: OpCall, pads: Mapping[str, Pad | None], padded: Sequence[str]
     return None if any(pads[name] is None for name in padded) else found
 
 
-def _operand(call: OpCall, pads: Mapping[str, Pad | None], *names: str) -> Pad | None:
-    """The known value of an operand in the padding: the pad of a tensor, or the number."""
+_Known = TypeVar("_Known")
+
+
+def _operand(call: OpCall, known: Mapping[str, _Known], *names: str) -> _Known | Pad | None:
+    """What is known of the operand under one of ``names``: of a tensor what ``known`` has, or the number."""
     for name in names:
-        if name in pads:
-            return pads[name]
+        if name in known:
+            return known[name]
         if name in call.arguments:
             number = call.arguments[name]
             return number if isinstance(number, (bool, int, float)) else None
@@ -232,7 +235,7 @@ def _evaluated(call: OpCall, pads: Mapping[str, Pad | None]) -> Pad | None:
         pad = pads.get(name)
         if argument.dtype is None or argument.dtype.is_complex:
             return None
-        arguments.append((name, Entry.of(pad, argument.dtype, has_dims=argument.rank > 0)))
+        arguments.append((name, Entry(pad, argument.dtype, argument.rank > 0)))
     return cast_pad(evaluated(call.op.replace(".", "::", 1), arguments), call.shape.dtype)
 
 
@@ -241,23 +244,15 @@ def _evaluated(call: OpCall, pads: Mapping[str, Pad | None]) -> Pad | None:
 
 def _shifted_index(call: OpCall, values: Mapping[str, PaddedValue]) -> IndexAlong | None:
     """Indices plus an integer are indices with another offset."""
-    first, second = (_index_or_number(call, values, names) for names in (("self", "a"), ("other", "b")))
     if call.name not in ("add", "sub") or call.argument("alpha", default=1) != 1:
         return None
+    known = {name: value.constant if value.index is None else value.index for name, value in values.items()}
+    first, second = _operand(call, known, "self", "a"), _operand(call, known, "other", "b")
     if isinstance(first, IndexAlong) and type(second) is int:
         return first._replace(offset=first.offset + (second if call.name == "add" else -second))
     if isinstance(second, IndexAlong) and type(first) is int and call.name == "add":
         return second._replace(offset=second.offset + first)
     return None
-
-
-def _index_or_number(call: OpCall, values: Mapping[str, PaddedValue], names: Sequence[str]) -> IndexAlong | Pad | None:
-    name = next((name for name in names if name in call.arguments), "")
-    value = values.get(name)
-    if value is None:
-        number = call.arguments.get(name)
-        return number if isinstance(number, (int, float)) else None
-    return value.index if value.index is not None else value.constant
 
 
 def _order_of_indices(call: OpCall, values: Mapping[str, PaddedValue]) -> dict[Place, Pad]:

@@ -120,10 +120,10 @@ class _Reader:
         """The value of the node that will be recorded next."""
         return Ref(len(self._inputs) + len(self._nodes))
 
-    def arguments_of(self, value: Any, op: str) -> dict[str, Any] | None:
-        """The arguments of the node that computed ``value``; None if its operator is not ``op``."""
+    def arguments_of(self, value: Any, op: str) -> dict[str, Any]:
+        """The arguments of the node that computed ``value``; none if its operator is not ``op``."""
         at = value.index - len(self._inputs) if isinstance(value, Ref) else -1
-        return dict(self._nodes[at].arguments) if at >= 0 and self._nodes[at].op == op else None
+        return dict(self._nodes[at].arguments) if at >= 0 and self._nodes[at].op == op else {}
 
     def shape_at(self, value: Any) -> TensorShape | None:
         """The shape of an earlier value; None if it is no tensor."""
@@ -230,8 +230,7 @@ class _Reader:
         inner = next((argument for argument in node.args if isinstance(argument, operators.OpOverload)), None)
         if name == "with_effects" and inner is not None and isinstance(result, tuple):
             rest = result[1:] if len(result) != 2 else result[1]
-            node_of_op = self._of_operator(inner, node.args[2:], node.kwargs, rest, where)
-            return AtenNode(node_of_op.op, node_of_op.arguments, rest, where, node_of_op.writes, has_token=True)
+            return replace(self._of_operator(inner, node.args[2:], node.kwargs, rest, where), has_token=True)
         if name.startswith("auto_functionalized") and inner is not None:
             functional = self._functionalized(inner, node, result, where)
             if functional is not None:
@@ -253,8 +252,7 @@ class _Reader:
                 if not isinstance(position, int) or any(key.startswith(f"_{name}_") for key in kwargs):
                     return None
                 bases[position], kwargs[name] = name, every[position]
-        node_of_op = self._of_operator(op, (), kwargs, result, where)
-        return AtenNode(node_of_op.op, node_of_op.arguments, result, where, node_of_op.writes, bases=tuple(bases))
+        return replace(self._of_operator(op, (), kwargs, result, where), bases=tuple(bases))
 
 
 def _only_ones_change(node: fx.Node) -> bool:
@@ -296,89 +294,76 @@ def _by_length(fact: sympy.Basic) -> tuple[Any, Any]:
 
 def _recognised(node: AtenNode, earlier: _Reader) -> tuple[AtenNode, ...]:
     """The nodes to record for ``node``, which follows ``earlier`` ones: itself, or the operator that it completes."""
-    for pattern in (_softmax, _cut_padding, _from_start):
-        match = pattern(node, earlier)
-        if match is not None:
-            op, arguments = match
-            return (replace(node, op=op, arguments=arguments),)
-    return _comparison(node, earlier) or (node,)
+    patterns = (_softmax, _cut_padding, _from_start, _comparison)
+    return next(filter(None, (pattern(node, earlier) for pattern in patterns)), (node,))
 
 
-_Match = tuple[str, tuple[tuple[str, Any], ...]] | None
-
-
-def _exponentials(total: Any, earlier: _Reader) -> tuple[Any, Any, Any] | None:
-    """(scores, dim, scores - maximum) if ``total`` is ``exp(scores - scores.amax(dim)).sum(dim)``, else None."""
-    summed = earlier.arguments_of(total, "aten::sum.dim_IntList")
-    powers = earlier.arguments_of(summed["self"], "aten::exp") if summed is not None else None
-    shifted = earlier.arguments_of(powers["self"], "aten::sub.Tensor") if powers is not None else None
-    greatest = earlier.arguments_of(shifted["other"], "aten::amax") if shifted is not None else None
-    if summed is None or powers is None or shifted is None or greatest is None:
-        return None
-    same = greatest["self"] == shifted["self"] and shifted["alpha"] == 1 and greatest["dim"] == summed["dim"]
-    if not same or len(summed["dim"]) != 1 or not (greatest["keepdim"] is summed["keepdim"] is True):
-        return None
-    return shifted["self"], summed["dim"][0], powers["self"]
-
-
-def _softmax(node: AtenNode, earlier: _Reader) -> _Match:
+def _softmax(node: AtenNode, earlier: _Reader) -> tuple[AtenNode, ...]:
+    """``e / e.sum(dim)`` for ``e = exp(x - x.amax(dim))``, or the logarithm of it as a difference."""
     if node.op not in ("aten::div.Tensor", "aten::sub.Tensor"):
-        return None
+        return ()
     arguments, is_log = dict(node.arguments), node.op == "aten::sub.Tensor"
     total = arguments["other"]
     if is_log:
-        logarithm = earlier.arguments_of(total, "aten::log") if arguments["alpha"] == 1 else None
-        total = logarithm and logarithm["self"]
-    summed, parts = earlier.arguments_of(total, "aten::sum.dim_IntList"), _exponentials(total, earlier)
-    if summed is None or parts is None or arguments["self"] != (parts[2] if is_log else summed["self"]):
-        return None
+        total = earlier.arguments_of(total, "aten::log").get("self") if arguments["alpha"] == 1 else None
+    summed = earlier.arguments_of(total, "aten::sum.dim_IntList")
+    powers = earlier.arguments_of(summed.get("self"), "aten::exp")
+    shifted = earlier.arguments_of(powers.get("self"), "aten::sub.Tensor")
+    greatest = earlier.arguments_of(shifted.get("other"), "aten::amax")
+    if not greatest or arguments["self"] != (powers if is_log else summed)["self"]:
+        return ()
+    same = greatest["self"] == shifted["self"] and shifted["alpha"] == 1 and greatest["dim"] == summed["dim"]
+    if not same or len(summed["dim"]) != 1 or not (greatest["keepdim"] is summed["keepdim"] is True):
+        return ()
     op = "aten::_log_softmax" if is_log else "aten::_softmax"
-    return op, (("self", parts[0]), ("dim", parts[1]), ("half_to_float", False))
+    scores = (("self", shifted["self"]), ("dim", summed["dim"][0]), ("half_to_float", False))
+    return (replace(node, op=op, arguments=scores),)
 
 
-def _cut_padding(node: AtenNode, earlier: _Reader) -> _Match:
+def _cut_padding(node: AtenNode, earlier: _Reader) -> tuple[AtenNode, ...]:
     """A tensor extended at its end and cut to its old size, as for the alignment of an attention mask, is unchanged."""
     if node.op != "aten::slice.Tensor" or not isinstance(node.result, TensorShape):
-        return None
+        return ()
     arguments = dict(node.arguments)
     extended = earlier.arguments_of(arguments["self"], "aten::constant_pad_nd")
-    before = earlier.shape_at(extended["self"]) if extended is not None else None
-    if extended is None or before is None or arguments["start"] not in (0, None) or arguments["step"] != 1:
-        return None
+    before = earlier.shape_at(extended.get("self"))
+    if before is None or arguments["start"] not in (0, None) or arguments["step"] != 1:
+        return ()
     at_front = extended["pad"][::2]
     if any(amount != 0 for amount in at_front) or before.sizes != node.result.sizes:
-        return None
+        return ()
     dim = arguments["dim"] % len(before.sizes)
     others = (right for turn, right in enumerate(extended["pad"][1::2]) if len(before.sizes) - 1 - turn != dim)
-    return ("aten::alias", (("self", extended["self"]),)) if all(right == 0 for right in others) else None
+    unchanged = replace(node, op="aten::alias", arguments=(("self", extended["self"]),))
+    return (unchanged,) if all(right == 0 for right in others) else ()
 
 
-def _from_start(node: AtenNode, earlier: _Reader) -> _Match:
+def _from_start(node: AtenNode, earlier: _Reader) -> tuple[AtenNode, ...]:
     """``where(i < 0, i + n, i)`` counts a negative index from the start of a dimension of size n."""
     if node.op != "aten::where.self":
-        return None
+        return ()
     arguments = dict(node.arguments)
     index = arguments["other"]
     negative = earlier.arguments_of(arguments["condition"], "aten::lt.Scalar")
     counted = earlier.arguments_of(arguments["self"], "aten::add.Tensor")
-    if negative is None or counted is None or negative["self"] != index or negative["other"] != 0:
-        return None
-    if counted["self"] != index or counted["alpha"] != 1 or earlier.shape_at(counted["other"]) is None:
-        return None
-    return f"graphpass::{FROM_START}", (("self", index), ("length", counted["other"]))
+    if negative.get("self") != index or negative["other"] != 0:
+        return ()
+    if counted.get("self") != index or counted["alpha"] != 1 or earlier.shape_at(counted["other"]) is None:
+        return ()
+    return (replace(node, op=f"graphpass::{FROM_START}", arguments=(("self", index), ("length", counted["other"]))),)
 
 
-def _comparison(node: AtenNode, earlier: _Reader) -> tuple[AtenNode, ...] | None:
+def _comparison(node: AtenNode, earlier: _Reader) -> tuple[AtenNode, ...]:
     """``i - j <= k`` over integers becomes ``i <= j + k``: a comparison of indices, as in a decomposed triangle."""
     if node.op not in _COMPARISONS:
-        return None
+        return ()
     arguments = dict(node.arguments)
     difference, number = earlier.arguments_of(arguments["self"], "aten::sub.Tensor"), arguments["other"]
-    if difference is None or difference["alpha"] != 1 or type(number) is not int:
-        return None
+    if difference.get("alpha") != 1 or type(number) is not int:
+        return ()
     sides = earlier.shape_at(difference["self"]), earlier.shape_at(difference["other"])
     if any(side is None or side.dtype not in (torch.int32, torch.int64) for side in sides):
-        return None
+        return ()
     raised = AtenNode(
         "aten::add.Tensor", (("self", difference["other"]), ("other", number), ("alpha", 1)), sides[1], node.where
     )

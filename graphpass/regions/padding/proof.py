@@ -249,7 +249,6 @@ class _PartitionRun:
     ) -> None:
         self._parts, self._graphs, self._declared, self._trusted = parts, graphs, declared, trusted
         self._interpreted: dict[Any, Interpretation] = {}  # in the symbols of an aten graph
-        self._passed: dict[Any, Interpretation] = {}  # in the symbols of the whole graph
         self.targets = {at: f"written input '{given.shown}'" for at, given in enumerate(parts.inputs)}
 
     @functools.cached_property
@@ -308,25 +307,32 @@ class _PartitionRun:
 
     def _traced(self, graph: RegionGraph, inputs: tuple[Abstract, ...], sizes: Sizes) -> Interpretation | None:
         """The results of a region that has an aten graph; None if that graph lacks a symbol of ``inputs``."""
-        key = (id(graph.result), graph.symbols, inputs, frozenset(sizes.fields.items()), sizes.question)
-        if key in self._passed:
-            return self._passed[key]
-        names = _Renaming(graph.symbols, sizes)
-        renamed = tuple(names.inside(value) for value in inputs)
+        inside: dict[sympy.Basic, Any] = {}
+        outside: dict[sympy.Basic, Any] = {}
+        fields: dict[sympy.Symbol, str] = {}
+        for of_graph, own in graph.symbols:
+            shared: Any = sizes.renamed(own)  # all symbols of a key field are one symbol in the whole graph
+            inside.setdefault(shared, of_graph)
+            inside.setdefault(own, inside[shared])  # number inputs have the region's own symbol
+            if isinstance(of_graph, sympy.Symbol):
+                outside[of_graph] = shared
+                fields.update({of_graph: sizes.fields[own]} if own in sizes.fields else {})
+            elif own in sizes.fields:
+                return None  # a symbol that tracing replaced by a number cannot be padded
+        renamed = tuple(_renamed(value, inside) for value in inputs)
         if _lacks(inputs, renamed):
             return None
-        inner_key = (id(graph.result), renamed, tuple(names.fields.items()), sizes.question)
-        run = self._interpreted.get(inner_key)
-        if run is None:
-            within = Sizes(names.fields, sizes.question)
-            run = self._interpreted[inner_key] = interpret(graph.result, renamed, within, self._trusted)
-        written = {position: names.outside(value) for position, value in run.written.items()}
-        outputs = tuple(names.outside(value) for value in run.outputs)
+        key = (id(graph.result), renamed, tuple(fields.items()), sizes.question)
+        if key not in self._interpreted:
+            within = Sizes(fields, sizes.question)
+            self._interpreted[key] = interpret(graph.result, renamed, within, self._trusted)
+        run = self._interpreted[key]
+        written = {position: _renamed(value, outside) for position, value in run.written.items()}
+        outputs = tuple(_renamed(value, outside) for value in run.outputs)
         tensors = [value if isinstance(value, PaddedValue) else None for value in run.outputs]
         if _lacks(tensors, outputs) or _lacks(run.written.values(), written.values()):
             return None
-        self._passed[key] = replace(run, outputs=outputs, written=written)
-        return self._passed[key]
+        return replace(run, outputs=outputs, written=written)
 
     def _follow_writes(self, region: Region, values: dict[str, Abstract], sizes: Sizes) -> None:
         """Add findings to the values that share memory with an input that the region wrote to."""
@@ -348,34 +354,8 @@ def _lacks(values: Iterable[Abstract], renamed: Iterable[Abstract]) -> bool:
     return any(other is None for value, other in zip(values, renamed, strict=True) if value is not None)
 
 
-class _Renaming:
-    """Translates between the symbols of the whole graph (one for each key field) and those of one aten graph."""
-
-    def __init__(self, symbols: Sequence[tuple[sympy.Expr, sympy.Symbol]], sizes: Sizes) -> None:
-        self.fields: dict[sympy.Symbol, str] = {}
-        self._inside: dict[sympy.Basic, sympy.Basic] = {}
-        self._outside: dict[sympy.Basic, sympy.Basic] = {}
-        for of_graph, own in symbols:
-            shared: Any = sizes.renamed(own)
-            self._inside.setdefault(shared, of_graph)
-            self._inside.setdefault(own, self._inside[shared])  # number inputs have the region's own symbol
-            if isinstance(of_graph, sympy.Symbol):
-                self._outside[of_graph] = shared
-                if own in sizes.fields:
-                    self.fields[of_graph] = sizes.fields[own]
-        # A symbol that tracing replaced by a number cannot be padded.
-        self._fixed = any(own in sizes.fields and not isinstance(of_graph, sympy.Symbol) for of_graph, own in symbols)
-
-    def inside(self, value: Abstract) -> Abstract:
-        """``value`` in the symbols of the aten graph; None if the graph lacks one of them."""
-        return None if self._fixed else _renamed(value, self._inside)
-
-    def outside(self, value: Abstract) -> Any:
-        """``value`` in the symbols of the whole graph; None if one of them has no name there."""
-        return _renamed(value, self._outside)
-
-
-def _renamed(value: Abstract, names: Mapping[sympy.Basic, sympy.Basic]) -> Abstract:
+def _renamed(value: Abstract, names: Mapping[sympy.Basic, Any]) -> Any:
+    """``value`` with other symbols; None if ``names`` lacks one of them."""
     if isinstance(value, PaddedValue):
         factors = tuple(tuple(_renamed(size, names) for size in of_dim) for of_dim in value.factors)
         missing = any(size is None for of_dim in factors for size in of_dim)

@@ -32,25 +32,12 @@ def regrouped(call: OpCall, value: PaddedValue, shape: Sequence[Size]) -> Padded
     if value.constant is not None or any(size == 0 for size in shape):
         return PaddedValue(call.sizes.one_each(shape), constant=value.constant)
     walk = Regrouping(call.sizes, value.factors)
-    factors: list[Factors] = []
-    places: dict[Place, Place] = {}
-    for dim, size in enumerate(shape):
-        of_dim = walk.take(call.sizes.renamed(size))
-        if of_dim is None:
-            raise call.refuse(f"a view of factors {_text(value)} as {list(shape)} cuts through a padded one")
-        merged: list[Size] = []
-        for factor, was in of_dim:
-            if was is not None:
-                places[was] = (dim, len(merged))
-                merged.append(factor)
-            elif merged and not call.padded(merged[-1]):
-                merged[-1] = product((merged[-1], factor))
-            else:
-                merged.append(factor)
-        factors.append(tuple(merged))
-    if walk.left:
-        raise call.refuse(f"a view of factors {_text(value)} as {list(shape)} cuts through a padded one")
-    result = PaddedValue(tuple(factors))
+    dims: list[Any] = [walk.take(call.sizes.renamed(size)) for size in shape]
+    if walk.left or None in dims:
+        was_as = str([list(of_dim) for of_dim in value.factors])
+        raise call.refuse(f"a view of factors {was_as} as {list(shape)} cuts through a padded one")
+    result = PaddedValue(tuple(dims))
+    places = dict(zip(call.places(value), call.places(result), strict=True))
     index = value.index
     if index is not None:
         at = places.get(index[:2])
@@ -58,10 +45,6 @@ def regrouped(call: OpCall, value: PaddedValue, shape: Sequence[Size]) -> Padded
         index = IndexAlong(*at, index.offset) if at is not None and whole else None
     pads = {places[was]: pad for was, pad in value.padding if was in places}
     return replace(result.with_pads(pads), index=index)
-
-
-def _text(value: PaddedValue) -> str:
-    return str([list(of_dim) for of_dim in value.factors])
 
 
 def view(call: OpCall) -> PaddedValue:
@@ -109,22 +92,17 @@ def diagonal(call: OpCall) -> PaddedValue:
 def repeat(call: OpCall) -> PaddedValue:
     """``repeat``: each dimension gets the number of repetitions as its outermost factor."""
     value, repeats = call.tensor("self"), call.argument("repeats", "dims")
-    factors = ((),) * (len(call.shape.sizes) - value.rank) + value.factors
-    offset = len(factors) - value.rank
+    offset = len(call.shape.sizes) - value.rank
+    factors = ((),) * offset + value.factors
     repeats = (1,) * (len(factors) - len(repeats)) + tuple(repeats)
-    result: list[Factors] = []
+    # guard: proof_repeated_order
+    repeated = (call.sizes.merged([times, *of_dim]) for times, of_dim in zip(repeats, factors, strict=True))
+    result = PaddedValue(tuple(repeated), constant=value.constant)
     to: dict[Place, Place] = {}
-    for dim, (of_dim, times) in enumerate(zip(factors, repeats, strict=True)):
-        whole: list[Size] = list(call.sizes.merged([times]))
-        for at, size in enumerate(of_dim):
-            if call.padded(size) or not whole or call.padded(whole[-1]):
-                whole.append(size)
-            else:
-                whole[-1] = product((whole[-1], size))
-            to[dim - offset, at] = (dim, len(whole) - 1)
-        result.append(tuple(whole))  # guard: proof_repeated_order
-    pads = {to[place]: pad for place, pad in value.padding}
-    return replace(PaddedValue(tuple(result)).with_pads(pads), constant=value.constant)
+    for dim in range(value.rank):  # a padded number of repetitions is a place in front of the others
+        before, after = call.places(value, [dim]), call.places(result, [dim + offset])
+        to.update(zip(before, after[len(after) - len(before) :], strict=True))
+    return result.with_pads({to[place]: pad for place, pad in value.padding})
 
 
 def triangle(call: OpCall) -> PaddedValue:

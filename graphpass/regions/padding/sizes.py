@@ -51,26 +51,11 @@ def quotient(size: Size, factor: Size) -> Size | None:
     if isinstance(factor, int):
         content, rest = sympy.factor_terms(size).primitive()  # sympy writes 2 * (n + 17) as 2 * n + 34
         return as_size(content // factor * rest) if content % factor == 0 else None
-    if not size.has(sympy.Add) and not factor.has(sympy.Add):
-        return _quotient_of_monomials(size, factor)
-    numerator, denominator = sympy.cancel(size / factor).as_numer_denom()
+    ratio = size / factor
+    if size.has(sympy.Add) or factor.has(sympy.Add):
+        ratio = sympy.cancel(ratio)
+    numerator, denominator = ratio.as_numer_denom()
     return as_size(numerator) if denominator == 1 else None
-
-
-def _quotient_of_monomials(size: sympy.Expr, factor: sympy.Expr) -> Size | None:
-    left = dict(size.as_powers_dict())
-    for base, power in factor.as_powers_dict().items():
-        if base.is_Integer:
-            continue
-        remaining = left.get(base, 0) - power
-        if remaining < 0:
-            return None
-        left[base] = remaining
-    size_coefficient, factor_coefficient = size.as_coeff_Mul()[0], factor.as_coeff_Mul()[0]
-    if size_coefficient % factor_coefficient != 0:
-        return None
-    powers = (base**power for base, power in left.items() if not base.is_Integer)
-    return as_size(math.prod(powers, start=size_coefficient / factor_coefficient))
 
 
 class Sizes:
@@ -173,49 +158,38 @@ class Sizes:
 
 
 class Regrouping:
-    """Divides the factors of a tensor, in row-major order, into the dimensions of a view."""
+    """Divides the factors of a tensor, in row-major order, into dimensions of a view; padded ones keep their order."""
 
     def __init__(self, sizes: Sizes, factors: Sequence[Factors]) -> None:
         self._sizes = sizes
         #: The factors that no dimension of the view has yet; unpadded ones are merged.
-        self.left: deque[tuple[Size, Place | None]] = deque()
+        self.left = deque(sizes.merged([size for of_dim in factors for size in of_dim]))
         self._unlike = False
-        for dim, of_dim in enumerate(factors):
-            for at, size in enumerate(of_dim):
-                if sizes.padded(size):
-                    self.left.append((size, (dim, at)))
-                else:
-                    before = self.left.pop()[0] if self.left and self.left[-1][1] is None else 1
-                    self.left.append((product((before, size)), None))
 
-    def take(self, size: Size) -> list[tuple[Size, Place | None]] | None:
-        """The factors of the view's next dimension, each with its place in the tensor if it is padded, else None.
-
-        Returns None if a dimension of this size would cut through a padded factor.
-        """
-        of_dim: list[tuple[Size, Place | None]] = []
+    def take(self, size: Size) -> Factors | None:
+        """The factors of the view's next dimension; None if one of this size would cut through a padded factor."""
+        of_dim: list[Size] = []
         padded = self._sizes.padded
         while size != 1:
             if not self.left:
                 return None
-            factor, place = self.left[0]
+            factor = self.left[0]
             rest = quotient(size, factor)
             if rest is not None:
                 of_dim.append(self.left.popleft())
                 size = rest
                 continue
             inner = quotient(factor, size)
-            if inner is None and not (place is None and self._is_only_unlike(size, factor)):
+            if inner is None and (padded(factor) or not self._is_only_unlike(size, factor)):
                 return None
             # guard: proof_split_size
-            if place is not None and not (self._sizes.real_first and padded(size) and not padded(inner)):
+            if padded(factor) and not (self._sizes.real_first and padded(size) and not padded(inner)):
                 return None
             self.left.popleft()
             if inner is not None:
-                after = self.left.popleft()[0] if self.left and self.left[0][1] is None else 1
-                self.left.appendleft((product((inner, after)), None))
-            return [*of_dim, (size, place)]
-        return of_dim
+                self.left = deque(self._sizes.merged([inner, *self.left]))
+            return (*of_dim, size)
+        return tuple(of_dim)
 
     def _is_only_unlike(self, size: Size, factor: Size) -> bool:
         """Whether these unpadded sizes are the one pair of a view that is written in two ways.

@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import sympy
@@ -295,26 +295,28 @@ Contents that follow from no known value (None) are assumed to lie where functio
 """
 
 
-class Entry(tuple[str, torch.dtype, bool]):
-    """A tensor entry as argument of :func:`evaluated`: (number or kind as text, dtype, whether it has dimensions)."""
+class Entry(NamedTuple):
+    """A tensor entry as argument of :func:`evaluated`."""
 
-    __slots__ = ()
-
-    @staticmethod
-    def of(pad: Pad | None, dtype: torch.dtype, *, has_dims: bool) -> Entry:
-        """The entry that holds ``pad``."""
-        return Entry((pad.name if isinstance(pad, Approximate) else repr(pad), dtype, has_dims))
+    pad: Pad | None  #: what it holds
+    dtype: torch.dtype
+    has_dims: bool  #: whether the tensor has dimensions; one without does not decide the type of a result
 
     def numbers(self) -> tuple[bool | int | float, ...]:
         """The number of the entry, or numbers of its kind."""
-        text, dtype, _ = self
-        if text in Approximate.__members__:
-            return _NUMBERS[Approximate[text]]
-        if text == "None":
-            return (False, True) if dtype is torch.bool else _NUMBERS[None] if dtype.is_floating_point else (1, 2)
-        if text in ("True", "False"):
-            return (text == "True",)
-        return (float(text) if dtype is torch.bool or dtype.is_floating_point else int(text),)
+        if isinstance(self.pad, (bool, int, float)):
+            return (self.pad,)
+        assert not isinstance(self.pad, Filled), "what a mask fills is evaluated apart"
+        if self.pad is None and not self.dtype.is_floating_point:
+            return (False, True) if self.dtype is torch.bool else (1, 2)
+        return _NUMBERS[self.pad]
+
+
+@dataclass(frozen=True, slots=True)
+class _Evaluation:
+    op: str
+    arguments: Sequence[tuple[str, Any]] = field(compare=False)
+    text: str  #: of the arguments, by which evaluations are equal: 1, 1.0 and True are not, nor are 0.0 and -0.0
 
 
 def evaluated(op: str, arguments: Sequence[tuple[str, Any]]) -> Pad | None:
@@ -322,26 +324,19 @@ def evaluated(op: str, arguments: Sequence[tuple[str, Any]]) -> Pad | None:
 
     It is a number if all entries are numbers. Otherwise the operator is computed for numbers of each kind.
     """
-    plain = (
-        (name, type(value).__name__, repr(value) if isinstance(value, float) else value) for name, value in arguments
-    )
-    try:
-        return _evaluated(op, tuple(plain))
-    except TypeError:
-        return None
+    return _evaluated(_Evaluation(op, arguments, repr(arguments)))
 
 
 @functools.lru_cache(maxsize=4096)
-def _evaluated(op: str, arguments: tuple[tuple[str, str, Any], ...]) -> Pad | None:
-    called = operator_named(op)
-    entries = {name: value for name, _, value in arguments if isinstance(value, Entry)}
+def _evaluated(evaluation: _Evaluation) -> Pad | None:
+    called, keywords = operator_named(evaluation.op), dict(evaluation.arguments)
+    entries = {name: value for name, value in keywords.items() if isinstance(value, Entry)}
     cases = list(itertools.product(*(entry.numbers() for entry in entries.values())))
     if called is None:
         return None
-    keywords = {name: float(value) if kind == "float" else value for name, kind, value in arguments}
-    for (name, (_, dtype, has_dims)), column in zip(entries.items(), zip(*cases, strict=True), strict=True):
-        shape = (len(cases),) if has_dims or len(cases) > 1 else ()
-        keywords[name] = torch.tensor(column, dtype=dtype, device="cpu").reshape(shape)
+    for (name, entry), column in zip(entries.items(), zip(*cases, strict=True), strict=True):
+        shape = (len(cases),) if entry.has_dims or len(cases) > 1 else ()
+        keywords[name] = torch.tensor(column, dtype=entry.dtype, device="cpu").reshape(shape)
     try:
         result = called(**keywords)
         numbers = result.tolist() if result.numel() == len(cases) else None
@@ -351,7 +346,7 @@ def _evaluated(op: str, arguments: tuple[tuple[str, str, Any], ...]) -> Pad | No
         return None
     if len(cases) == 1:
         return _without_nan(result.item())
-    return _kind_of(numbers, signed=all(entry[0] != "None" for entry in entries.values()))
+    return _kind_of(numbers, signed=all(entry.pad is not None for entry in entries.values()))
 
 
 def _kind_of(numbers: Sequence[bool | int | float], *, signed: bool) -> Approximate | None:

@@ -144,7 +144,7 @@ def test_a_view_regroups_factors_or_is_refused(
         assert None in taken or walk.left
     else:
         assert not walk.left
-        assert [SIZES.merged([size for size, _ in dim or ()]) for dim in taken] == expected
+        assert [SIZES.merged(dim or ()) for dim in taken] == expected
 
 
 @given(st.lists(st.sampled_from([2, 3, 4, s, b, w]), max_size=6), st.data())
@@ -156,9 +156,9 @@ def test_a_view_back_restores_the_factors(flat: list[Size], data: st.DataObject)
     whole = walk.take(product(tuple(flat)))
     assert whole is not None
     assert not walk.left
-    back = Regrouping(SIZES, (SIZES.merged([size for size, _ in whole]),))
+    back = Regrouping(SIZES, (SIZES.merged(whole),))
     taken = [back.take(product(of_dim)) for of_dim in factors]
-    assert [SIZES.merged([size for size, _ in dim or ()]) for dim in taken] == list(factors)
+    assert [SIZES.merged(dim or ()) for dim in taken] == list(factors)
 
 
 @pytest.mark.parametrize(
@@ -191,12 +191,12 @@ def test_a_padding_value_is_cast_or_forgotten(pad: object, dtype: torch.dtype, e
 
 
 def test_an_operator_is_evaluated_on_single_entries() -> None:
-    half = Entry.of(1.0, torch.float16, has_dims=True)
+    half = Entry(1.0, torch.float16, has_dims=True)
     assert evaluated("aten::rsub.Scalar", [("self", half), ("other", 1.0), ("alpha", 1)]) == 0.0
-    assert evaluated("aten::log", [("self", Entry.of(0.0, torch.float32, has_dims=True))]) == -math.inf
-    assert evaluated("aten::log", [("self", Entry.of(-1.0, torch.float32, has_dims=True))]) is Approximate.NOT_FINITE
+    assert evaluated("aten::log", [("self", Entry(0.0, torch.float32, has_dims=True))]) == -math.inf
+    assert evaluated("aten::log", [("self", Entry(-1.0, torch.float32, has_dims=True))]) is Approximate.NOT_FINITE
     # A tensor without dimensions does not decide the type: this is a sum in half precision.
-    small = Entry.of(1e-4, torch.float32, has_dims=False)
+    small = Entry(1e-4, torch.float32, has_dims=False)
     assert evaluated("aten::add.Tensor", [("self", half), ("other", small), ("alpha", 1)]) == 1.0
     assert evaluated("aten::no_such_operator", [("self", half)]) is None
 
@@ -225,7 +225,7 @@ def test_an_operator_is_evaluated_on_single_entries() -> None:
     ],
 )
 def test_what_is_known_of_padding_goes_through_pointwise_operators(op: str, pads: list[Any], expected: object) -> None:
-    entries = (Entry.of(pad, torch.float32, has_dims=True) for pad in pads)
+    entries = (Entry(pad, torch.float32, has_dims=True) for pad in pads)
     found = evaluated(op, list(zip(("self", "other"), entries, strict=False)))
     assert found is expected
 
