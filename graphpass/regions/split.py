@@ -15,6 +15,7 @@ from graphpass.compat import dynamo, symbolic, trees
 from graphpass.errors import PartitionError
 from graphpass.ledger import Reason
 from graphpass.regions.analysis import (
+    FACTS,
     REBUILT,
     SplitReason,
     annotate,
@@ -120,7 +121,9 @@ def partition(
     whole.graph.lint()
     inputs = graph_inputs(whole.graph, facts.exchanged)
     dynamo.forget_arguments(whole.graph)
-    regions = build_regions(whole, assign(whole, rules, facts), facts)
+    groups = assign(whole, rules, facts)
+    del whole.meta[FACTS]  # for the rules alone: modules of regions copy the metadata, and would keep the graph
+    regions = build_regions(whole, groups, facts)
     stitching = Stitching(whole, regions)
     placeholders = [node for node in whole.graph.nodes if node.op == "placeholder"]
     written = frozenset[int]().union(*facts.writes.values())

@@ -27,18 +27,20 @@ FILENAME = "<graphpass stitched>"
 
 
 class Stitching:
-    """The stitched function before it is bound to callables: its names, and its code for each set of fixed regions."""
+    """The stitched function before it is bound to callables: its names, and its code for each set of fixed regions.
+
+    It keeps no node of the graph, because it is saved and outlives the graph.
+    """
 
     def __init__(self, gm: fx.GraphModule, regions: Sequence[Region]) -> None:
         """``regions`` must come from the graph of ``gm``."""
+        placeholders = gm.graph.find_nodes(op="placeholder")
         self._regions = regions
-        self._placeholders = gm.graph.find_nodes(op="placeholder")
-        self._variables = self._variable_names()
-        used = frozenset(self._variables.values())
-        self._free_names = (name for n in itertools.count() if (name := f"_constant_{n}") not in used)
+        self._arguments = [node.name for node in placeholders]
+        self._variables = self._variable_names(placeholders)
         self._constants: dict[str, Any] = {}  # other names in the source: output constants, returned parameters
-        self._defaults = tuple(node.args[0] for node in self._placeholders if node.args)
-        self._parameters = ", ".join(map(self._parameter, self._placeholders))
+        self._defaults = tuple(node.args[0] for node in placeholders if node.args)
+        self._parameters = ", ".join(map(self._parameter, placeholders))
         output = gm.graph.output_node()
         self._result = self._expression(output.args[0] if output.args else None)
         self._returned = [
@@ -88,7 +90,7 @@ class Stitching:
             released[position].append(value)
         lines = [f"def stitched({self._parameters}):"]
         if not fixed:  # else the unused arguments are as many as the weights, and the caller holds them
-            lines += self._release([node.name for node in self._placeholders if node.name not in last_use])
+            lines += self._release([name for name in self._arguments if name not in last_use])
         for position, region in enumerate(self._regions):
             outputs = self._listed(region.outputs)
             unpacking = f"{outputs}{',' if len(region.outputs) == 1 else ''} = " if outputs else ""
@@ -113,12 +115,12 @@ class Stitching:
         kept = {output for region in self._regions if region.name in fixed for output in region.outputs}
         return {name: position for name, position in last.items() if name not in kept}
 
-    def _variable_names(self) -> dict[str, str]:
+    def _variable_names(self, placeholders: Iterable[fx.Node]) -> dict[str, str]:
         """Value name -> variable. Arguments keep their names, which callers use as keywords, unless a region has it."""
         used = {region.name for region in self._regions}
         named: dict[str, str] = {}
         values = [output for region in self._regions for output in region.outputs]
-        wanted = [(node.name, str(node.target).lstrip("*")) for node in self._placeholders]
+        wanted = [(node.name, str(node.target).lstrip("*")) for node in placeholders]
         for value, name in [*wanted, *((value, value) for value in values)]:
             free = next(name + "_" * n for n in itertools.count() if name + "_" * n not in used)
             used.add(free)
@@ -153,7 +155,8 @@ class Stitching:
         return self._variables[node.name]
 
     def _constant(self, value: Any) -> str:
-        name = next(self._free_names)
+        used = {*self._variables.values(), *self._constants}
+        name = next(name for n in itertools.count(len(self._constants)) if (name := f"_constant_{n}") not in used)
         self._constants[name] = value
         return name
 
