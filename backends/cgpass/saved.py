@@ -161,9 +161,8 @@ class SavedGraphs:
         record: CallableRecord = made["record"]
         admits = None if record.admits is None else graph.sizes.admits
         frame = dynamo.frame_id()
-        runtime.register(
-            replace(record, name=graph.name, artifacts=0, frame=frame, admits=admits, seconds=CompileSeconds())
-        )
+        record = replace(record, name=graph.name, frame=frame, admits=admits, is_loaded=True)
+        runtime.register(replace(record, artifacts=0, seconds=CompileSeconds()))
         runtime.note("loaded from warm_start: nothing was partitioned or compiled", at=graph.name)
         rules: AutoRules | None = made["rules"]
         if rules is not None:

@@ -112,6 +112,7 @@ class Costs:
     """What compiling and capturing cost, and what replays save."""
 
     callables: int = 0  #: graphs that Dynamo handed over
+    loaded: int = 0  #: the graphs among them that were loaded from the directory of ``warm_start``
     artifacts: int = 0  #: compiled artifacts
     compile_s: CompileSeconds = field(default_factory=CompileSeconds)  #: seconds of compiling, by phase
     graphs: int = 0  #: graphs captured
@@ -175,6 +176,7 @@ def runtime_figures(
         ),
         costs=Costs(
             callables=stats.callables,
+            loaded=sum(record.is_loaded for record in callables),
             artifacts=stats.artifacts,
             compile_s=CompileSeconds(*map(sum, zip(*map(astuple, spent), strict=True))) if spent else CompileSeconds(),
             graphs=stats.captured,

@@ -81,6 +81,7 @@ class CallableRecord:
     assumptions: tuple[str, ...] = ()  #: the conditions under which its sizes may be padded
     mode: CUDAGraphMode | None = None  #: FULL or PIECEWISE; NONE if never captured; None if it does not choose
     off: Reason | None = None  #: why it is never captured; None if it may be
+    is_loaded: bool = False  #: whether it was loaded from the directory of ``warm_start``
 
 
 @dataclass(frozen=True, slots=True)

@@ -377,12 +377,13 @@ def cost_parts(costs: Costs, *, with_pictures: bool) -> Iterator[Part]:
     yield Heading(QUESTIONS[3])
     spent = costs.compile_s
     compile_s = spent.partition + spent.key + spent.compile + spent.proof
+    num_graphs = counted(costs.callables, "graph") + (f", {costs.loaded} loaded" if costs.loaded else "")
     phases = f"partition {spent.partition:.2f} s, compiler {spent.compile:.2f} s, padding proof {spent.proof:.2f} s"
     rows = [
         (
             "compile",
             f"{compile_s:.2f} s",
-            f"{counted(costs.artifacts, 'artifact')} of {counted(costs.callables, 'graph')}; {phases}",
+            f"{counted(costs.artifacts, 'artifact')} of {num_graphs}; {phases}",
         ),
         ("capture", f"{costs.capture_s:.2f} s", f"{counted(costs.graphs, 'graph')}, warm-ups included"),
         ("graph pool", _mib(costs.pool_bytes), "shared by all graphs" if costs.pool_bytes else "the CPU has none"),
