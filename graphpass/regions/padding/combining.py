@@ -431,6 +431,9 @@ def attention(call: OpCall) -> Returned:
         raise call.refuse(f"a mask of rows {list(mask.factors[-2])} for queries {list(queries)}", queries[0])
     if call.sizes.any_padded(keys):
         _check_keys(call, queries, keys, mask)
+        # Scores of padded keys would be NaN, which no mask that is added hides.
+        if not is_finite(query.held):  # guard: proof_attention_infinite_queries
+            raise call.refuse("multiplies infinite queries by padded keys", call.sizes.first_padded(keys), HIDE_PADDING)
         for tensor in (key, value):
             for place in call.places(tensor, [tensor.rank - 2]):  # a weight of zero times infinity is NaN
                 if not is_finite(tensor.pad_at(place)):  # guard: proof_nan_as_values
