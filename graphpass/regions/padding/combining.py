@@ -430,10 +430,7 @@ def attention(call: OpCall) -> Returned:
     if mask is not None and mask.rank > 1 and call.sizes.unified(mask.factors[-2], queries) != queries:
         raise call.refuse(f"a mask of rows {list(mask.factors[-2])} for queries {list(queries)}", queries[0])
     if call.sizes.any_padded(keys):
-        _check_keys(call, queries, keys, mask)
-        # Scores of padded keys would be NaN, which no mask that is added hides.
-        if not is_finite(query.held):  # guard: proof_attention_infinite_queries
-            raise call.refuse("multiplies infinite queries by padded keys", call.sizes.first_padded(keys), HIDE_PADDING)
+        _check_keys(call, query, keys, mask)
         for tensor in (key, value):
             for place in call.places(tensor, [tensor.rank - 2]):  # a weight of zero times infinity is NaN
                 if not is_finite(tensor.pad_at(place)):  # guard: proof_nan_as_values
@@ -457,9 +454,12 @@ def _without_hidden_rows(call: OpCall, result: PaddedValue, mask: PaddedValue) -
     return result.with_pads({**result.pads, **dict.fromkeys(hidden, Approximate.NOT_FINITE)})
 
 
-def _check_keys(call: OpCall, queries: Factors, keys: Factors, mask: PaddedValue | None) -> None:
+def _check_keys(call: OpCall, query: PaddedValue, keys: Factors, mask: PaddedValue | None) -> None:
     """Refuse padded keys that a real query may see."""
     at_fault, is_causal = call.sizes.first_padded(keys), call.argument("is_causal", default=False)
+    # Scores of padded keys would be NaN, which no mask that is added hides.
+    if not is_finite(query.held):  # guard: proof_attention_infinite_queries
+        raise call.refuse("multiplies infinite queries by padded keys", at_fault, HIDE_PADDING)
     if mask is not None and mask.factors[-1] == keys:
         places = call.places(mask, [mask.rank - 1])
         pad = mask.pad_at(places[0]) if len(places) == 1 else None
@@ -472,7 +472,7 @@ def _check_keys(call: OpCall, queries: Factors, keys: Factors, mask: PaddedValue
             contents = "" if pad is None else f" (its padding holds {getattr(pad, 'value', pad)})"
             why = f"attends to padded keys: the mask does not hide them{contents}"
             raise call.refuse(why, at_fault, HIDE_PADDING)
-    if is_causal and queries == keys and call.sizes.starts_clean(keys):
+    if is_causal and query.factors[-2] == keys and call.sizes.starts_clean(keys):
         call.assumptions.add(ALL_FINITE)
         return
     # guard: proof_attention_without_mask
