@@ -270,7 +270,8 @@ class AutoDispatcher:
         self._is_refuted = True
 
     def _warn(self, reason: Reason) -> None:
-        at, text = f"{self._name} {named_sizes(reason.sizes)}".rstrip(), f"runs without a graph: {reason.why}"
+        at = f"{self._name} {named_sizes(reason.sizes)}".rstrip()
+        text = f"runs without a graph: {reason.why}"
         self._runtime.warn(text, reason.remedy, at=at, is_silent=self._is_silent, is_recorded=True)
 
     # -- sizes that get graphs of their own ----------------------------------------------------------------------------

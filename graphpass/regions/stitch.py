@@ -38,6 +38,7 @@ class Stitching:
         self._regions = regions
         self._arguments = [node.name for node in placeholders]
         self._variables = self._variable_names(placeholders)
+        self._taken = frozenset(self._variables.values())
         self._constants: dict[str, Any] = {}  # other names in the source: output constants, returned parameters
         self._defaults = tuple(node.args[0] for node in placeholders if node.args)
         self._parameters = ", ".join(map(self._parameter, placeholders))
@@ -155,8 +156,8 @@ class Stitching:
         return self._variables[node.name]
 
     def _constant(self, value: Any) -> str:
-        used = {*self._variables.values(), *self._constants}
-        name = next(name for n in itertools.count(len(self._constants)) if (name := f"_constant_{n}") not in used)
+        names = (f"_constant_{number}" for number in itertools.count(len(self._constants)))
+        name = next(name for name in names if name not in self._taken and name not in self._constants)
         self._constants[name] = value
         return name
 
