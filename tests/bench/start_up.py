@@ -3,7 +3,8 @@
 Every figure is taken in a process of its own. The clock starts when the model is on the device, one eager step has run
 and nothing is compiled; it stops when the step named in the table is done on the device. *Cold* is a run with empty
 caches of Inductor and Triton, *warm* a second process with the caches that the first one left. *Loaded* is a process
-with empty caches and the directory of ``warm_start`` that another one left.
+with empty caches and the directory of ``warm_start`` that another one left. All find the bytecode of Python's modules,
+as an installation has it; where Python writes none, runs of one layer make it first.
 
 The second table has the parts of each process: Dynamo's trace, the backend, of which graphpass knows its own partition,
 keys, compilation of regions and padding proof, and the rest: imports, loading, capture, the CUDA context's first uses.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -71,7 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     where = environment(gpu_or_cpu(options.smoke))
     figures: Figures = {"environment": where, "batch": options.batch, "start_up": [], "layers": []}
-    for name in _variants(options, console):
+    names = _variants(options, console)
+    for name in names if sys.dont_write_bytecode else ():
+        _cold_and_warm(name, options, console, num_layers=1)
+    for name in names:
         figures["start_up"].append(_cold_and_warm(name, options, console))
         write_json(options.json, figures)
     console.print(_start_up_table(figures), _parts_table(figures))

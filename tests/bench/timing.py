@@ -13,6 +13,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -103,13 +104,23 @@ def seconds(call: Step, device: torch.device, clock: Callable[[], float] = time.
 
 def in_process(module: str, arguments: Sequence[str], caches: Path) -> dict[str, Any]:
     """The figures that the last line of a process of its own holds as JSON; compiler caches lie in a folder."""
-    environ = {**os.environ, **cache_folders(caches)}
     command = [sys.executable, "-m", f"tests.bench.{module}", *arguments]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=own_environment(caches), capture_output=True, text=True, check=False)
     if done.returncode:
         Console(stderr=True).print(done.stderr[-3000:], markup=False)
         return {}
     return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def own_environment(caches: Path) -> dict[str, str]:
+    """The environment of a process with compiler caches in a folder, and with the bytecode that installations have.
+
+    Where Python may not write bytecode next to the libraries, processes share a folder of it; the first one fills it.
+    """
+    environ = {**os.environ, **cache_folders(caches)}
+    if environ.pop("PYTHONDONTWRITEBYTECODE", None):
+        environ["PYTHONPYCACHEPREFIX"] = str(Path(tempfile.gettempdir()) / "graphpass-bytecode")
+    return environ
 
 
 def cache_folders(caches: Path) -> dict[str, str]:

@@ -8,7 +8,6 @@ turns, which then go round, so that a host that becomes slower does so for all.
 from __future__ import annotations
 
 import json
-import os
 import select
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from tests.bench.timing import cache_folders, free_bytes, gpu_or_cpu
+from tests.bench.timing import free_bytes, gpu_or_cpu, own_environment
 
 READY, RESULT = "ready", "result "
 
@@ -53,7 +52,7 @@ class _Child:
         settings = {"TORCHINDUCTOR_COMPILE_THREADS": "2", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", f"tests.bench.{module}", *command],
-            env={**os.environ, **settings, **cache_folders(folder)},
+            env={**own_environment(folder), **settings},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
