@@ -49,6 +49,7 @@ from graphpass.ledger import CountedReason, Reason, Row, named_sizes
 from graphpass.options import Settings
 from graphpass.paddedinputs import PaddedArguments, PaddedInput, PaddedMemory
 from graphpass.report.figures import PADDING_BEFORE
+from graphpass.saved import UsedKeys
 
 _MAX_REMEMBERED = 4096
 _NO_INPUTS = PaddedArguments()
@@ -203,6 +204,7 @@ class AutoDispatcher:
         self._failures = FailedCaptures(name)
         self._is_refuted = False
         self._generation = runtime.lease.generation
+        self.used: UsedKeys | None = None  #: with ``warm_start``: written when the graphs are dropped
         runtime.adopt_dispatcher(self)
 
     def decide(self, args: Sequence[Any], scope: CaptureScope | None) -> AutoCall | Reason:
@@ -298,7 +300,7 @@ class AutoDispatcher:
         is_in_bounds = self._own.sizes.captured_exactly(call.size, seconds, pool_bytes, driver_bytes, drop)
         for sizes, kept in list(self._calls.items()):
             if kept is call.under_padding:
-                self._calls[sizes] = call
+                self._calls[sizes] = replace(call, counts=self._counts(call.key))  # an example counts nowhere
         if not is_in_bounds and self.drop(call.real):
             self._own.sizes.dropped(call.size, is_final=True)
             self._leave_out(call.real)
@@ -377,6 +379,10 @@ class AutoDispatcher:
 
     def close(self) -> None:
         """Drop keys, buffers and all remembered calls; called when the graphs are dropped."""
+        problem = None if self.used is None else self.used.write(self.rules.keys.used(lambda key: self._counts(key).n))
+        if problem is not None:
+            reason = replace(problem, why=f"the keys that traffic used are not saved: {problem.why}")
+            self._runtime.ledger.note(reason, at=self._name, is_problem=True)
         self._own = None
         self._memory.clear()
         self._masks.clear()
@@ -387,13 +393,20 @@ class AutoDispatcher:
     # -- ahead of the calls -------------------------------------------------------------------------------------------
 
     def ladder(self, args: Sequence[Any]) -> list[RecurringKey]:
-        """The keys of all capture sizes, largest first; without capture sizes, the key of ``args`` alone."""
-        return [] if self.rules.off is not None else self.rules.keys.ladder_keys(self._read(args))
+        """The keys of all capture sizes, largest first; without capture sizes, the key of ``args`` alone.
+
+        With ``warm_start``, also the keys that traffic used in an earlier process.
+        """
+        used = () if self.used is None else self.used.keys
+        return [] if self.rules.off is not None else self.rules.keys.ladder_keys(self._read(args), used)
 
     def example_of(self, key: RecurringKey, args: Sequence[Any]) -> tuple[AutoCall, list[Any]]:
         """A call of exactly ``key``, which serves nobody and is not counted, and its arguments."""
         example = self._stretched(args, key.sizes)
-        return replace(self._call_of(example), counts=Row()), example
+        call = self._call_of(example)
+        if key.is_exact and call.key is not key:
+            call = self._new_call(key.sizes, example, as_is=False, under_padding=call)
+        return replace(call, counts=Row()), example
 
     def _stretched(self, args: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
         """Arguments at other sizes: entries of ``args`` repeated, so that every value is valid."""

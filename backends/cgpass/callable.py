@@ -33,6 +33,7 @@ from graphpass.ledger import Reason
 from graphpass.options import Settings
 from graphpass.regions.split import Partition
 from graphpass.report.records import RegionId
+from graphpass.saved import UsedKeys
 
 _RUNS_BEFORE_ADVICE = 8
 _MAX_KNOWN = 64
@@ -270,6 +271,11 @@ class GraphedCallable:
     def ladder(self, args: Sequence[Any]) -> list[BatchDescriptor]:
         """The keys of all capture sizes, largest first; without capture sizes, the key of ``args`` alone."""
         return [] if self._auto is None else [key.descriptor for key in self._auto.ladder(args)]
+
+    def remember_keys(self, used: UsedKeys) -> None:
+        """Add the keys that an earlier process used to the ladder; those of this process are written at the end."""
+        if self._auto is not None:
+            self._auto.used = used
 
     def capture_key(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> None:
         """Capture one key of :meth:`ladder`; afterwards, restore all tensors that the graph writes."""

@@ -29,6 +29,7 @@ from graphpass.saved import (
     Parts,
     SavedFiles,
     UnstableError,
+    UsedKeys,
     difference,
     digest,
     environment,
@@ -126,7 +127,8 @@ class SavedGraphs:
     ) -> GraphedCallable | None:
         """The callable of a graph that was just traced; None, with the reason in the report, if it is not saved."""
         assert settings.warm_start is not None
-        contents = SavedFiles(settings.warm_start).find(identity.name, identity.parts, GRAPH)
+        store = SavedFiles(settings.warm_start)
+        contents = store.find(identity.name, identity.parts, GRAPH)
         made = _loaded(contents)
         # What the compilation assumed of the sizes becomes a guard of this trace, too.
         if not isinstance(made, Reason) and not symbolic.guard_on(
@@ -137,7 +139,8 @@ class SavedGraphs:
             note_missed(runtime, name, made)
             return None
         graph = replace(made["graph"], name=name, appended=appended, side_effects=side_effects)
-        return self._callable(file_name(identity.name, identity.parts, GRAPH), graph, made, runtime, settings)
+        used = UsedKeys(store, identity.name, identity.parts)
+        return self._callable(file_name(identity.name, identity.parts, GRAPH), graph, made, used, runtime, settings)
 
     def load_file(self, file: str, runtime: GraphRuntime, settings: Settings) -> GraphedCallable | Reason:
         """The callable of a graph by the name of its file, or why it cannot be loaded."""
@@ -152,10 +155,17 @@ class SavedGraphs:
             return made if isinstance(made, Reason) else NOT_SAVED
         appended = None if made["sizes_read"] is None else AppendedInputs([], made["sizes_read"])
         graph = replace(made["graph"], name=runtime.next_callable_name(), appended=appended)
-        return self._callable(file, graph, made, runtime, settings.with_names(made["aliases"]))
+        named = settings.with_names(made["aliases"])
+        return self._callable(file, graph, made, UsedKeys(store, file, saved), runtime, named)
 
     def _callable(
-        self, file: str, graph: CompiledGraph, made: Mapping[str, Any], runtime: GraphRuntime, settings: Settings
+        self,
+        file: str,
+        graph: CompiledGraph,
+        made: Mapping[str, Any],
+        used: UsedKeys,
+        runtime: GraphRuntime,
+        settings: Settings,
     ) -> GraphedCallable:
         graph = replace(graph, sizes=replace(graph.sizes, settings=settings))
         record: CallableRecord = made["record"]
@@ -170,6 +180,7 @@ class SavedGraphs:
             padded = {p: settings.padding.get(inputs[p].shown, "repeat") for p in rules.padded}
             rules = replace(rules, padded=padded)
         loaded = GraphedCallable(graph, runtime, settings, rules)
+        loaded.remember_keys(used)
         self._known[file] = loaded, made["added"]
         return loaded
 
@@ -188,6 +199,7 @@ class SavedGraphs:
         if not isinstance(identity, Reason) and not isinstance(contents, Reason):
             written = SavedFiles(settings.warm_start).write(identity.name, identity.parts, GRAPH, contents[0])
             if isinstance(written, str):
+                callable_.remember_keys(UsedKeys(SavedFiles(settings.warm_start), identity.name, identity.parts))
                 self._known[written] = callable_, contents[1]
                 return
             contents = written

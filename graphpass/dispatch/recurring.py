@@ -161,14 +161,28 @@ class RecurringKeys:
         self.num_graphs = 0
         self._keys.clear()
 
-    def ladder_keys(self, example: tuple[int, ...]) -> list[RecurringKey]:
-        """The declared keys, largest first; fields without declared sizes have the size of the example's key."""
+    def ladder_keys(
+        self, example: tuple[int, ...], used: Sequence[tuple[tuple[int, ...], bool]] = ()
+    ) -> list[RecurringKey]:
+        """The declared keys, largest first; fields without declared sizes have the size of the example's key.
+
+        After them come the keys that were :meth:`used`, those under padding first.
+        """
         names = dict(zip((field.name for field in self.fields), zip(self.fields, example, strict=True), strict=True))
         rungs = [(size,) if field.ladder is None else field.ladder for field, size in names.values()]
         combinations = [dict(zip(names, sizes, strict=True)) for sizes in itertools.product(*rungs)]
         wanted = {tuple([named[field.name] for field in self.fields]) for named in combinations}
         padded = {self._padded(sizes) for sizes in filter(self._admits, wanted)}
-        return [self._key(sizes) for sizes in sorted(padded, key=math.prod, reverse=True)]
+        keys = [self._key(sizes) for sizes in sorted(padded, key=math.prod, reverse=True)]
+        in_order = sorted(used, key=lambda key: (key[1], -math.prod(key[0])))
+        more = [self._key(sizes, "exact" if exact else "") for sizes, exact in in_order if self._admits(sizes)]
+        return [*keys, *(key for key in more if key not in keys)]
+
+    def used(self, calls_of: Callable[[RecurringKey], int]) -> list[tuple[tuple[int, ...], bool]]:
+        """(sizes, whether exact) of the undeclared keys that have graphs and served calls."""
+        found = [key for (_, kind), key in self._keys.items() if kind != "as_is" and not key.is_declared]
+        # guard: saved_keys_served
+        return [(key.sizes, key.is_exact) for key in found if key.is_captured and calls_of(key)]
 
     def named(self, sizes: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
         """(field, size) of the sizes of a call or key, in the order of the fields; fields of one name once."""

@@ -1,6 +1,6 @@
 """Saved starts: a directory of artifacts, and what has to be equal for one to be used. See Note [Saved starts]."""
 
-from graphpass.saved.directory import CALL, GRAPH, NOT_SAVED, RESULT, SavedFile, SavedFiles, file_name
+from graphpass.saved.directory import CALL, GRAPH, NOT_SAVED, RESULT, SavedFile, SavedFiles, UsedKeys, file_name
 from graphpass.saved.fingerprint import (
     Parts,
     UnstableError,
@@ -24,6 +24,7 @@ __all__ = [
     "SavedFile",
     "SavedFiles",
     "UnstableError",
+    "UsedKeys",
     "assumed",
     "contents_of",
     "difference",

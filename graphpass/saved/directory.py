@@ -8,7 +8,7 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from graphpass.saved.fingerprint import Parts, difference, digest
 _MAGIC = b"graphpass saved start 1\n"
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _UNFINISHED = ".writing-"
-GRAPH, CALL, RESULT = KINDS = (".graph", ".call", ".result")
-"""The suffixes of the files: partition and artifacts of a graph, Dynamo's work for calls, and a digest of a result."""
+GRAPH, CALL, RESULT, KEYS = KINDS = (".graph", ".call", ".result", ".keys")
+"""The suffixes of the files: partition and artifacts of a graph, Dynamo's work for calls, a digest of a result, and the
+keys of a graph that traffic used."""
 
 NOT_SAVED = Reason("nothing was saved for it", is_expected=True)
 
@@ -139,6 +140,29 @@ class SavedFiles:
                 header, _ = self._checked(path.name)
                 problem, parts = (header, {}) if isinstance(header, Reason) else (None, header["parts"])
                 yield SavedFile(path, path.lstat().st_size, path.lstat().st_mtime, parts, problem)
+
+
+class UsedKeys:
+    """The undeclared keys of one graph that served calls of an earlier process: it had time to find out which recur.
+
+    Args:
+        files: the directory.
+        name: the name of the graph's file.
+        parts: what the graph was saved with.
+    """
+
+    def __init__(self, files: SavedFiles, name: str, parts: Parts) -> None:
+        self._files, self._name, self._parts = files, name, parts
+        contents = files.read(file_name(name, parts, KEYS))
+        #: (sizes, whether the graph is for exactly these sizes though padding serves them) of each.
+        self.keys: list[tuple[tuple[int, ...], bool]] = (
+            [] if isinstance(contents, Reason) else [(tuple(sizes), exact) for sizes, exact in json.loads(contents)]
+        )
+
+    def write(self, keys: Sequence[tuple[tuple[int, ...], bool]]) -> Reason | None:
+        """Replace the keys; returns why it could not. A process that served no calls leaves what is there."""
+        written = self._files.write(self._name, self._parts, KEYS, json.dumps(keys).encode()) if keys else None
+        return written if isinstance(written, Reason) else None
 
 
 def file_name(name: str, parts: Parts, kind: str) -> str:

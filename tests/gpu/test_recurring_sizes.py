@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from graphpass import GraphRuntime
+from graphpass import GraphRuntime, precapture
 from graphpass.capture.cuda import PROCESS_MEMORY, CudaDevice
 from graphpass.dispatch.recurring import OwnGraphs
 from tests.threads import in_threads
@@ -71,10 +72,11 @@ def graph_bytes() -> int:
 
 
 @pytest.mark.alone
-def test_a_size_that_recurs_gets_a_graph_and_calls_count_once() -> None:
+def test_a_size_that_recurs_gets_a_graph_and_calls_count_once(tmp_path: Path) -> None:
+    saved = tmp_path / "starts"
     with GraphRuntime() as rt:
         model = Counted().cuda().eval()
-        compiled = compiled_of(model, rt)
+        compiled = compiled_of(model, rt, warm_start=saved)
         for size in (3, 2, 24, 24):
             call(compiled, model, size)
         model.calls.zero_()
@@ -86,6 +88,18 @@ def test_a_size_that_recurs_gets_a_graph_and_calls_count_once() -> None:
         assert int(model.calls) == num_calls
         (key,) = [key for key in rt.report().to_dict()["replays"]["keys"] if "exact" in key["sizes"]]
         assert key["driver_bytes"] is not None
+    assert graph_bytes() == 0
+    torch.compiler.reset()
+    with GraphRuntime() as rt:  # the next start captures it ahead of the calls
+        compiled = compiled_of(model, rt, warm_start=saved)
+        with torch.no_grad():
+            precapture(compiled, torch.randn(24, 256, WIDTH, device="cuda"))
+        assert exact(rt) == {17}
+        assert graph_bytes() > 0
+        assert rt.compiled() == 0
+        model.calls.zero_()
+        call(compiled, model, 17, 40)
+        assert int(model.calls) == 40
     assert graph_bytes() == 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from graphpass.regions.execute import value_of
 from graphpass.regions.split import Partition, partition
 from graphpass.saved import GRAPH, SavedFiles, directory, environment, fingerprint
 from tests.unit.saved import stack as of
-from tests.unit.saved.stack import INPUTS, OPTIONS, Broken, Stack, assert_right, compiled, example, stack
+from tests.unit.saved.stack import INPUTS, OPTIONS, Broken, Plain, Stack, assert_right, compiled, example, stack
 from tests.unit.saved.starts import STARTS, assert_loaded, started
 
 
@@ -166,6 +167,32 @@ def test_only_a_compilation_of_the_loaded_function_is_late(tmp_path: Path) -> No
     model.layers[0].scale = 7.0
     with pytest.raises(gp.GraphpassError, match="captured ahead"):
         fast(example())
+
+
+def test_keys_that_traffic_used_are_captured_at_the_next_start(tmp_path: Path) -> None:
+    def keys(traffic: Sequence[int]) -> tuple[list[str], list[str]]:
+        """The keys that a start captures, and those that it has after traffic."""
+        torch.compiler.reset()
+        options = {"compiler": "eager", "progress": False, "warm_start": tmp_path / "starts"}
+        model = stack(Plain)
+        fast = gp.graphed(model, dynamic_dims={"x": 0}, **options)
+        fast.capture(example(64))
+        ahead = [str(key) for _, _, key in fast.runtime.counts()]
+        for rows in traffic:
+            torch.testing.assert_close(fast(example(rows)), model(example(rows)))
+        after = [str(key) for _, _, key in fast.runtime.counts()]
+        fast.close()
+        return ahead, after
+
+    assert keys([]) == keys([])
+    ahead, after = keys([5, 5, 6, 11, *[49] * 60])
+    assert len(ahead) == 2  # 64 and 1
+    assert len(after) == 4  # and 6, and 49 exactly: 12 was called once
+    assert any("exact" in key for key in after)
+    again = keys([6, 49])  # its keys have graphs, the exact one too
+    assert sorted(again[0]) == sorted(again[1]) == sorted(after)
+    assert sorted(keys([6])[0]) == sorted(after)
+    assert len(keys([6])[0]) == 3  # the last start did not use 49
 
 
 def test_the_gpu_is_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
