@@ -96,7 +96,8 @@ class CountedReason:
 
     def sizes(self) -> tuple[str, ...]:
         """The sizes of the calls, as ``batch=8 seq=64``, the largest first; empty if the reason has none."""
-        largest_first = sorted(self.places, key=self.places.__getitem__, reverse=True)
+        places = dict(self.places)  # another thread may count meanwhile
+        largest_first = sorted(places, key=places.__getitem__, reverse=True)
         return tuple(named_sizes(sizes) for sizes in largest_first if isinstance(sizes, tuple) and sizes)
 
 
@@ -134,11 +135,11 @@ class Ledger:
 
     def problems(self) -> tuple[CountedReason, ...]:
         """The notes that are problems of their own."""
-        return tuple(note for note in self._notes.values() if note.is_problem)
+        return tuple(note for note in list(self._notes.values()) if note.is_problem)
 
     def notes(self) -> dict[str, int]:
         """{first log record of a note: how often it was counted}."""
-        return {_record(note.reason, next(iter(note.places))): note.n for note in self._notes.values()}
+        return {_record(note.reason, next(iter(note.places))): note.n for note in list(self._notes.values())}
 
 
 def _record(reason: Reason, at: Hashable) -> str:

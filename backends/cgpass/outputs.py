@@ -11,6 +11,7 @@ import torch
 
 from cgpass.sizes import Expression, InputLayout, Sizes, simplifier, symbols_in, value_at
 from graphpass.capture.outputs import clone_pool_tensors, view_of
+from graphpass.capture.staging import WIDEST_ELEMENT_BYTES, extent, same_view
 from graphpass.compat import memory, nnmodules, symbolic
 from graphpass.paddedinputs import dense_strides, prefix
 from graphpass.regions.execute import storages_of, value_of
@@ -24,14 +25,15 @@ class TensorCut:
     index: int  #: of the output
     shape: tuple[int, ...]
     strides: tuple[int, ...]  #: in elements
-    offset: int  #: in elements, from the lowest offset of the outputs in the same storage, or from the input's start
+    byte_offset: int  #: from a common start of the outputs in the same storage, or from the input's start
     viewed: int | None  #: position of the input that the output is, or is a view of; None for memory of the graph
     is_input: bool  #: whether the output is that input itself
     is_plain: bool  #: whether shape and strides are contiguous
 
-    def new(self, real: torch.Tensor) -> torch.Tensor:
-        """Memory for a copy of the real part ``real``, for the caller to own."""
-        return torch.empty_strided(self.shape, self.strides, dtype=real.dtype, device=real.device)
+    def new(self, like: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+        """Memory for a copy of the real part; ``like`` is the output, at padded or real sizes."""
+        new = torch.empty_strided(self.shape, self.strides, dtype=like.dtype, device=device)
+        return memory.with_bits_of(new, like)  # guard: lazy_cuts
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +74,8 @@ class OutputCuts:
             for index, output in zip(self.whole, whole, strict=True):
                 cut_outputs[index] = output
         apart = self.apart(outputs) if apart is None else apart
-        copies = [cut.new(real) for cut, real in apart]
-        if len(copies) > 1 and all(cut.is_plain for cut, _ in apart):
+        copies = [cut.new(real, real.device) for cut, real in apart]
+        if len(copies) > 1 and all(cut.is_plain for cut, _ in apart) and not any(map(memory.is_lazy, copies)):
             memory.foreach_copy_(copies, [real for _, real in apart])
         else:
             for copy, (_, real) in zip(copies, apart, strict=True):
@@ -85,8 +87,8 @@ class OutputCuts:
                 for cut, tensor in zip(group, _copied_together(group, outputs), strict=True):
                     cut_outputs[cut.index] = tensor
         for view in self.views:
-            of = args[view.viewed]  # type: ignore[index]
-            rebuilt = of if view.is_input else view_of(of, view.shape, view.strides, view.offset)
+            of, like = args[view.viewed], view.new(outputs[view.index], "meta")  # type: ignore[index]
+            rebuilt = of if view.is_input else view_of(of, like, view.byte_offset)
             cut_outputs[view.index] = rebuilt  # guard: views_of_the_callers_tensor
         for index, number in self.numbers.items():
             cut_outputs[index] = number  # guard: numbers_of_real_sizes
@@ -94,13 +96,10 @@ class OutputCuts:
 
 
 def _copied_together(group: Sequence[TensorCut], outputs: Sequence[Any]) -> list[torch.Tensor]:
-    first: torch.Tensor = outputs[group[0].index]
-    num_elements = max(
-        cut.offset + 1 + sum((size - 1) * stride for size, stride in zip(cut.shape, cut.strides, strict=True))
-        for cut in group
-    )
-    shared = torch.empty(num_elements, dtype=first.dtype, device=first.device)
-    copies = [shared.as_strided(cut.shape, cut.strides, cut.offset) for cut in group]
+    layouts = [(cut.new(outputs[cut.index], "meta"), cut.byte_offset) for cut in group]
+    num_bytes = max(start + extent(like)[1] for like, start in layouts)
+    shared = torch.empty(num_bytes, dtype=torch.uint8, device=outputs[group[0].index].device)
+    copies = [same_view(shared, like, byte_offset=start) for like, start in layouts]
     for cut, copy in zip(group, copies, strict=True):
         _fill_each_once(copy, prefix(outputs[cut.index], cut.shape))
     return copies
@@ -119,6 +118,7 @@ class _OutputTensor:
     shape: tuple[Expression, ...]
     strides: tuple[Expression, ...]  #: in elements
     offset: Expression  #: storage offset, in elements
+    element_bytes: int
     group: int  #: equal for outputs of the same storage
     viewed: int | None  #: position of the input whose storage the output uses; None for memory of the graph
     is_input: bool  #: whether the output is that input itself
@@ -167,13 +167,17 @@ class GraphOutputs:
         tensors: list[tuple[TensorCut, ...]] = []
         views: list[TensorCut] = []
         for (viewed, _), members in groups.items():
-            first = min(at(o.offset) for _, o in members) if viewed is None else at(self.layouts[viewed].offset)
+            starts = [at(o.offset) * o.element_bytes for _, o in members]
+            if viewed is None:
+                first = min(starts) // WIDEST_ELEMENT_BYTES * WIDEST_ELEMENT_BYTES
+            else:
+                first = at(self.layouts[viewed].offset) * self.layouts[viewed].element_bytes
             cuts = []
-            for index, o in members:
+            for (index, o), start in zip(members, starts, strict=True):
                 shape, strides = tuple(map(at, o.shape)), tuple(map(at, o.strides))
                 dense = zip(shape, strides, dense_strides(shape), strict=True)
                 is_plain = all(size == 1 or stride == of for size, stride, of in dense)
-                cuts.append(TensorCut(index, shape, strides, at(o.offset) - first, viewed, o.is_input, is_plain))
+                cuts.append(TensorCut(index, shape, strides, start - first, viewed, o.is_input, is_plain))
             if viewed is None:
                 tensors.append(tuple(cuts))
             else:
@@ -208,6 +212,7 @@ def _outputs(parts: Partition) -> tuple[_Output, ...]:
                     shape=tuple(map(simplified, value.shape)),
                     strides=tuple(map(simplified, value.stride())),
                     offset=simplified(value.storage_offset()),
+                    element_bytes=value.element_size(),
                     group=groups.setdefault(storage, index),
                     viewed=viewed,
                     # What an operator returns after it wrote to an input is that input.

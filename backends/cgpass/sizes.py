@@ -67,6 +67,7 @@ class InputLayout:
     shape: tuple[Expression, ...]
     strides: tuple[Expression, ...]  #: in elements
     offset: Expression  #: storage offset, in elements
+    element_bytes: int
     order: tuple[int, ...]  #: the dimensions, sorted by ascending stride in the traced call
 
 
@@ -174,7 +175,7 @@ def _layout(graph_input: GraphInput, simplified: Callable[[Any], Expression], hi
     traced = [value_at(stride, hints) for stride in strides]
     order = sorted(range(tensor.dim()), key=lambda dim: (traced[dim], -dim))
     shape, offset = tuple(map(simplified, tensor.shape)), simplified(tensor.storage_offset())
-    return InputLayout(graph_input.shown, shape, strides, offset, tuple(order))
+    return InputLayout(graph_input.shown, shape, strides, offset, tensor.element_size(), tuple(order))
 
 
 def _declared_dims(parts: Partition, settings: Settings) -> tuple[tuple[int, int, str], ...]:

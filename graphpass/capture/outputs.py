@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
 
 from graphpass.capture.staging import WIDEST_ELEMENT_BYTES, extent, same_view, storage_id, storage_ids
+from graphpass.compat.memory import is_lazy, with_bits_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +27,12 @@ class _ViewOfInput:
 
     position: int  #: of the input
     byte_offset: int  #: after the input's first byte
-    like: torch.Tensor  #: meta tensor with shape, strides and dtype of the output
+    like: torch.Tensor  #: meta tensor with shape, strides, dtype and lazy bits of the output
     whole: bool  #: the output is the input itself
 
     def rebuild(self, leaves: Sequence[Any]) -> torch.Tensor:
         leaf: torch.Tensor = leaves[self.position]
-        if self.whole:
-            return leaf
-        if leaf.dtype != self.like.dtype:
-            return same_view(leaf, self.like, byte_offset=_first_byte(leaf) + self.byte_offset)
-        return view_of(leaf, self.like.shape, self.like.stride(), self.byte_offset // leaf.element_size())
+        return leaf if self.whole else view_of(leaf, self.like, self.byte_offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +101,7 @@ class OutputPlan:
 
 def _view_of_input(output: torch.Tensor, graph_inputs: Sequence[Any], candidates: Sequence[int]) -> _ViewOfInput:
     # Layout only: holding the output itself would keep a parameter's memory alive.
-    layout = torch.empty_strided(output.shape, output.stride(), dtype=output.dtype, device="meta")
+    layout = with_bits_of(torch.empty_strided(output.shape, output.stride(), dtype=output.dtype, device="meta"), output)
     for candidate in candidates:
         if graph_inputs[candidate] is output:
             return _ViewOfInput(candidate, 0, layout, whole=True)
@@ -117,9 +114,15 @@ def _first_byte(tensor: torch.Tensor) -> int:
     return int(tensor.storage_offset()) * tensor.element_size()
 
 
-def view_of(tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
-    """A view of ``tensor`` that shares its base and version counter, as in eager code; ``offset`` counts elements."""
-    return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
+def view_of(tensor: torch.Tensor, like: torch.Tensor, byte_offset: int) -> torch.Tensor:
+    """``like``'s shape, strides, dtype and lazy bits over the memory of ``tensor``, ``byte_offset`` after its start.
+
+    A view of the same dtype shares the tensor's base and version counter, as in eager code.
+    """
+    if tensor.dtype != like.dtype:
+        return same_view(tensor, like, byte_offset=_first_byte(tensor) + byte_offset)
+    offset = tensor.storage_offset() + byte_offset // tensor.element_size()
+    return with_bits_of(tensor.as_strided(like.shape, like.stride(), offset), like)  # guard: lazy_views_of_inputs
 
 
 def own_objects(outputs: Sequence[Any], pool_storages: Collection[int]) -> list[Any]:
@@ -162,7 +165,7 @@ def _clone_together(
     """Rebuild ``views`` of one storage, by key and in the same layout, on ``copy`` of the bytes that they span."""
     if len(views) == 1 and copy is torch.clone:
         (key, view), *_ = views.items()
-        if view.is_contiguous():
+        if view.is_contiguous() and not is_lazy(view):  # the clone would not be
             return {key: view.clone()}
     spans = [extent(view) for view in views.values()]
     first, last = min(start for start, _ in spans), max(stop for _, stop in spans)

@@ -181,7 +181,7 @@ class GraphRuntime:
             copied=sum(c.copied for c in counts),
             pool_bytes=self.pool_bytes(),
             buffer_bytes=self.buffer_bytes(),
-            histograms={field: dict(seen) for field, seen in self.ledger.sizes.items()},
+            histograms={field: dict(seen) for field, seen in list(self.ledger.sizes.items())},
         )
 
     def report(self, subject: str = "a runtime") -> Report:
@@ -207,7 +207,7 @@ class GraphRuntime:
     def noted(self) -> tuple[Problem, ...]:
         """The explanations that the report does not derive from its records."""
         notes = (
-            Problem("note", why.why, tuple(map(str, filter(None, note.places))), why.where, note.n, why.remedy)
+            Problem("note", why.why, tuple(map(str, filter(None, list(note.places)))), why.where, note.n, why.remedy)
             for note, why in ((note, note.reason) for note in self.ledger.problems())
         )
         return (*notes, *(self._left_behind() if self._serves_calls else ()))

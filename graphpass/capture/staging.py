@@ -74,10 +74,11 @@ def distinct_elements(tensor: torch.Tensor, *, name: str) -> torch.Tensor:
     return tensor
 
 
-def same_view(memory: torch.Tensor, like: torch.Tensor, *, byte_offset: int) -> torch.Tensor:
-    """``like``'s shape, strides and dtype over another tensor's storage, starting ``byte_offset`` into it."""
-    view = torch.empty(0, dtype=like.dtype, device=memory.device)
-    return view.set_(memory.untyped_storage(), byte_offset // like.element_size(), like.shape, like.stride())
+def same_view(of: torch.Tensor, like: torch.Tensor, *, byte_offset: int) -> torch.Tensor:
+    """``like``'s shape, strides, dtype and lazy bits over another tensor's storage, ``byte_offset`` into it."""
+    view = torch.empty(0, dtype=like.dtype, device=of.device)
+    view.set_(of.untyped_storage(), byte_offset // like.element_size(), like.shape, like.stride())
+    return memory.with_bits_of(view, like)  # guard: lazy_views
 
 
 def alias_pattern(leaves: Sequence[Any], positions: Sequence[int]) -> AliasPattern:
@@ -166,31 +167,44 @@ class GroupedCopies:
     """Copies to the same targets in every call, in about as many launches as there are dtypes.
 
     torch's fused copy falls back to one launch for each tensor if a list mixes dtypes, or contains a pair of different
-    layouts. So pairs are grouped by dtype and layout, once; sources of later calls have the layouts of ``sources``, or
-    are copied one by one. Each source has its target's shape and dtype.
+    layouts; it refuses lazy targets. So pairs are grouped by these, once; sources of later calls have the layouts of
+    ``sources``, or are copied one by one. Each source has its target's shape and dtype.
     """
 
     __slots__ = ("_groups",)
 
     def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        groups: dict[tuple[torch.dtype, bool], list[int]] = {}
+        groups: dict[_Kind, list[int]] = {}
         for index, kind in enumerate(map(_kind, targets, sources)):
             groups.setdefault(kind, []).append(index)
-        self._groups = [([targets[index] for index in group], group) for group in groups.values()]
+        self._groups = [
+            (_one_by_one if is_lazy else memory.foreach_copy_, [targets[index] for index in group], group)
+            for (*_, is_lazy), group in groups.items()
+        ]
 
     def run(self, sources: Sequence[torch.Tensor]) -> None:
         """Copy each source into its target."""
-        for targets, group in self._groups:
-            memory.foreach_copy_(targets, [sources[index] for index in group])
+        for copy, targets, group in self._groups:
+            copy(targets, [sources[index] for index in group])
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy each source, of its target's shape and dtype, in about as many launches as there are dtypes."""
-    if len(set(map(_kind, targets, sources))) == 1:
+    kinds = set(map(_kind, targets, sources))
+    if len(kinds) == 1 and not any(is_lazy for *_, is_lazy in kinds):
         memory.foreach_copy_(targets, sources)
         return
     GroupedCopies(targets, sources).run(sources)
 
 
-def _kind(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.dtype, bool]:
-    return target.dtype, target.is_contiguous() and source.is_contiguous()
+_Kind = tuple[torch.dtype, bool, bool]
+
+
+def _kind(target: torch.Tensor, source: torch.Tensor) -> _Kind:
+    """(dtype, whether both are contiguous, whether the target is lazy)."""
+    return target.dtype, target.is_contiguous() and source.is_contiguous(), memory.is_lazy(target)
+
+
+def _one_by_one(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)

@@ -409,7 +409,7 @@ class CUDAGraphWrapper:
     def uses(self) -> Iterator[RegionUse]:
         """Counts and costs so far, for each key."""
         warmed, captured, replayed = (self._runtime.ledger.rows(self.region, event) for event in WRAPPER_EVENTS)
-        for (mode, key), row in warmed.items():
+        for (mode, key), row in list(warmed.items()):  # another thread may capture meanwhile
             if mode is self.mode:
                 made, run = captured.get((mode, key), Row()), replayed.get((mode, key), Row())
                 static_sets = len({tuple(entry.plan.statics.addresses) for entry in self._entries.at(key)})

@@ -35,12 +35,24 @@ def watch_storage(tensor: torch.Tensor, died: Callable[[Any], object]) -> weakre
 def without_ownership(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the same layout at the same address that does not keep the memory allocated."""
     storage = tensor.untyped_storage()
-    if not storage.nbytes() or tensor.is_conj() or tensor.is_neg():
+    if not storage.nbytes():
         return tensor.detach()
     unowned = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
     # An inference tensor exactly in inference mode, as any other result.
     view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return view.set_(unowned, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return with_bits_of(view.set_(unowned, tensor.storage_offset(), tensor.shape, tensor.stride()), tensor)
+
+
+def is_lazy(value: Any) -> bool:
+    """Whether a value is a tensor whose memory holds the conjugates or negatives of its elements."""
+    return isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg())
+
+
+def with_bits_of(view: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """``view``, lazily conjugate and negative exactly as ``like`` is."""
+    if view.is_conj() != like.is_conj():
+        view = view.conj()
+    return view if view.is_neg() == like.is_neg() else torch._neg_view(view)
 
 
 def memory_id(tensor: torch.Tensor) -> int | None:

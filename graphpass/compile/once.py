@@ -222,9 +222,14 @@ def _compiled(
     graph_module = region.graph_module
     examples = [dynamo.example_value(node) for node in graph_module.graph.find_nodes(op="placeholder")]
     written = WrittenInputs.of(examples, region.mutated_inputs) if compiler.functionalizes else None
-    if written is not None and written.defeat_compilers(examples):
-        untraced = GraphTrace(None, "it writes to inputs that have gaps or share memory")
-        return CompiledRegion(graph_module.forward, opaque=False, uncompiled=graph_module.forward, trace=untraced)
+    problem = None
+    if compiler.functionalizes and any(map(memory.is_lazy, examples)):  # guard: lazy_inputs
+        problem = "an input is a lazy conjugate or negative, whose memory compiled code reads as it is"
+    elif written is not None and written.defeat_compilers(examples):
+        problem = "it writes to inputs that have gaps or share memory"
+    if problem is not None:
+        untraced, run = GraphTrace(None, problem), graph_module.forward
+        return CompiledRegion(run, opaque=False, uncompiled=run, trace=untraced)
 
     def within(
         bounds: Mapping[sympy.Symbol, tuple[int | None, int | None]],

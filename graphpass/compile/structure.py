@@ -222,7 +222,7 @@ def inputs_within(
     ``sizes`` are the sizes to trace with, those of the examples by default.
     """
     tensors = [value for value in examples if isinstance(value, torch.Tensor)]
-    if any(t.layout is not torch.strided or t.is_conj() or t.is_neg() for t in tensors):
+    if any(t.layout is not torch.strided or memory.is_lazy(t) for t in tensors):
         return None
     fake_mode = symbolic.new_fake_mode()
     env, traced_env = fake_mode.shape_env, symbolic.shape_env_of(examples)

@@ -191,8 +191,9 @@ def runtime_figures(
 
 
 def _tuned_ranges(ledger: Ledger) -> Iterator[TunedRange]:
-    for (region, event), rows in ledger.tables.items():
-        for (sizes, settings), untuned in rows.items() if event == TUNED else ():
+    for (region, event), live in list(ledger.tables.items()):
+        rows = dict(live) if event == TUNED else {}
+        for (sizes, settings), untuned in rows.items():
             if settings == UNTUNED and math.isfinite(untuned.least_s):
                 of_range = ((name, row) for (other, name), row in rows.items() if other == sizes and row.n)
                 name, kept = next(of_range, (UNTUNED, untuned))

@@ -61,6 +61,13 @@ def test_a_second_thread_waits_for_its_turn(rig: Any) -> None:
     assert order == ["slow", "slow", "quick"]
 
 
+def test_counts_are_read_while_another_thread_captures(rig: Any) -> None:
+    uses = rig.captured(rig.wrap(plus_one), X).uses()
+    first = next(uses)
+    rig.capture(rig.wrap(plus_one, name="region"), X[:4], at_key=4)  # what the other thread does meanwhile
+    assert [use.key for use in (first, *uses)] == [BatchDescriptor(8)]
+
+
 def test_two_threads_get_their_own_results(rig: Any) -> None:
     wrappers = [rig.wrap(lambda x: (x + 1) * 2, name="a"), rig.wrap(lambda x: x * x - 3, name="b")]
     for wrapper in wrappers:
