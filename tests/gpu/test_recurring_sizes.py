@@ -95,7 +95,6 @@ def test_a_size_that_recurs_gets_a_graph_and_calls_count_once(tmp_path: Path) ->
         with torch.no_grad():
             precapture(compiled, torch.randn(24, 256, WIDTH, device="cuda"))
         assert exact(rt) == {17}
-        assert graph_bytes() > 0
         assert rt.compiled() == 0
         model.calls.zero_()
         call(compiled, model, 17, 40)

@@ -71,6 +71,7 @@ def test_graphs_see_and_return_lazy_tensors(function: Function, compiler: str, d
             assert_same(fast(given), function(same))
             assert torch.equal(given, same)
         assert fast.runtime.stats().replayed == 2
+        fast.close()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -80,6 +81,7 @@ def test_inductor_reads_a_negative_as_it_lies_in_memory(device: str) -> None:
     for _ in range(3):
         x = numbers(4, device).conj().imag
         torch.testing.assert_close(fast(x), x * 3)
+    fast.close()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -89,6 +91,7 @@ def test_inputs_that_are_conjugates_of_each_other_share_their_buffer(device: str
     for rows in (4, 4, 4):
         x = numbers(rows, device)
         assert_same(fast(x, x.conj()), (x * 2, x.conj() * 3))
+    fast.close()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -112,3 +115,4 @@ def test_padded_results_are_cut(function: Function, is_complex: bool, device: st
         assert_same(found, expected)
         assert [y.stride() for y in found] == [y.stride() for y in expected]
     assert {key.num_tokens for _, _, key in fast.runtime.counts()} == {4, 8}
+    fast.close()
