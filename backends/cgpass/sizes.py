@@ -390,6 +390,7 @@ class NamedSizes:
         named: Mapping[str, Collection[str]] = {
             "dynamic_dims": self.settings.dynamic_dims,
             "padding": self.settings.padding,
+            "capture_sizes": [name.rpartition("[")[0] for name in self.settings.capture_sizes if "[" in name],
         }
         inputs = f"the graph's inputs are {', '.join(self.arguments)}"
         for option, names in named.items():

@@ -157,12 +157,18 @@ def test_a_subclass_that_wraps_tensors_is_refused_or_right() -> None:
         fast(TwoTensor(torch.ones(3), torch.ones(3)))
 
 
-def test_a_name_in_dynamic_dims_that_no_input_has_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    fast = gp.graphed(nn.Linear(4, 4), [2, 4], {"inptu": 0})
+@pytest.mark.parametrize(
+    ("sizes", "dims", "says"),
+    [([2, 4], {"inptu": 0}, "dynamic_dims names inptu"), ({"inptu[0]": [2, 4]}, None, "capture_sizes names inptu")],
+)
+def test_a_name_that_no_input_has_is_a_warning(
+    sizes: Any, dims: Any, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    fast = gp.graphed(nn.Linear(4, 4), sizes, dims)
     fast(torch.randn(3, 4))
     (record,) = [record for record in caplog.records if record.levelname == "WARNING" and record.name == "graphpass"]
-    assert "dynamic_dims names inptu, and the graph's inputs are input" in record.getMessage()
-    assert "dynamic_dims names inptu" in str(fast.report())
+    assert f"{says}, and the graph's inputs are input" in record.getMessage()
+    assert says in str(fast.report())
 
 
 # Calls that compile, or run uncompiled, after the capture: an error where the options ask for it, else counted.
