@@ -139,16 +139,26 @@ def test_two_models_of_one_runtime(num_calls: int, rt: GraphRuntime) -> None:
 
 def test_threads_that_call_a_size_first_share_its_buffer(rt: GraphRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs read a buffer at its address: with two buffers, a key would have two graphs."""
-    fast, zeros, num_allocated = Served(rt), torch.zeros, 0
+    fast, zeros, new_call, num_allocated, num_calls = Served(rt), torch.zeros, AutoDispatcher._new_call, 0, 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        return new_call(*args, **kwargs)
 
     def slow_zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
         nonlocal num_allocated
         num_allocated += 1
+        until = time.monotonic() + 10
+        while num_calls < 4 and time.monotonic() < until:
+            time.sleep(0.001)
         time.sleep(0.05)
         return zeros(*args, **kwargs)
 
+    monkeypatch.setattr(AutoDispatcher, "_new_call", counted)
     monkeypatch.setattr(torch, "zeros", slow_zeros)
     in_threads(lambda number: fast.call(5))
+    assert num_calls == 4
     assert num_allocated == 1
 
 
