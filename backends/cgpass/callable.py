@@ -273,7 +273,7 @@ class GraphedCallable:
         return [] if self._auto is None else [key.descriptor for key in self._auto.ladder(args)]
 
     def remember_keys(self, used: UsedKeys) -> None:
-        """Add the keys that an earlier process used to the ladder; those of this process are written at the end."""
+        """Add the keys that an earlier process used to the ladder; ``close()`` writes those of this process."""
         if self._auto is not None:
             self._auto.used = used
 

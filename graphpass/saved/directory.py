@@ -161,7 +161,9 @@ class UsedKeys:
 
     def write(self, keys: Sequence[tuple[tuple[int, ...], bool]]) -> Reason | None:
         """Replace the keys; returns why it could not. A process that served no calls leaves what is there."""
-        written = self._files.write(self._name, self._parts, KEYS, json.dumps(keys).encode()) if keys else None
+        if not keys:
+            return None
+        written = self._files.write(self._name, self._parts, KEYS, json.dumps(keys).encode())
         return written if isinstance(written, Reason) else None
 
 
