@@ -30,6 +30,8 @@ from graphpass.compile.tuning import SizedArtifact, TunedRegion, Tuning
 SizeRanges = tuple[sympy.Symbol, Sequence[tuple[int, int]]]
 """A symbol, and the ranges of its sizes (ends included) that get separate artifacts; the first range that fits wins."""
 
+_WRITES_TO_SHARED = "it writes to inputs that have gaps or share memory"
+
 
 @dataclass(frozen=True, slots=True)
 class WrittenInputs:
@@ -179,7 +181,7 @@ class RegionCompiler:
                 num_new += 1 + len(artifact.sized)
             if trace is not None:
                 if artifact.trace is None:
-                    traced = trace_alone(trace, region.graph_module, structure.symbols)
+                    traced = _traced(region, structure, trace)
                     artifact = self._known[key] = replace(artifact, trace=traced)
                 assert artifact.trace is not None
                 traces[region.name] = artifact.trace.of_region(structure.symbols)
@@ -199,9 +201,22 @@ def traced_regions(regions: Sequence[Any], trace: TraceFunction) -> dict[str, Re
             traces[region.name] = RegionTrace(None, f"its inputs or ops have no structure: {type(error).__name__}")
             continue
         if structure.key not in results_of:
-            results_of[structure.key] = trace_alone(trace, region.graph_module, structure.symbols)
+            results_of[structure.key] = _traced(region, structure, trace)
         traces[region.name] = results_of[structure.key].of_region(structure.symbols)
     return traces
+
+
+def _traced(region: Any, structure: Structure, trace: TraceFunction) -> GraphTrace:
+    """The trace of a region that no AOT step compiles."""
+    examples = _examples(region)
+    written = WrittenInputs.of(examples, region.mutated_inputs)
+    if written is not None and written.overlap(examples):  # AOTAutograd merges them, or fails to
+        return GraphTrace(None, _WRITES_TO_SHARED)
+    return trace_alone(trace, region.graph_module, structure.symbols)
+
+
+def _examples(region: Any) -> list[Any]:
+    return [dynamo.example_value(node) for node in region.graph_module.graph.find_nodes(op="placeholder")]
 
 
 def _assume(structure: Structure, artifact: CompiledRegion) -> bool:
@@ -220,13 +235,13 @@ def _compiled(
 ) -> CompiledRegion:
     """Compile one region. ``known`` are the facts when its key was computed; later facts become guards."""
     graph_module = region.graph_module
-    examples = [dynamo.example_value(node) for node in graph_module.graph.find_nodes(op="placeholder")]
+    examples = _examples(region)
     written = WrittenInputs.of(examples, region.mutated_inputs) if compiler.functionalizes else None
     problem = None
     if compiler.functionalizes and any(map(memory.is_lazy, examples)):  # guard: lazy_inputs
         problem = "an input is a lazy conjugate or negative, whose memory compiled code reads as it is"
     elif written is not None and written.defeat_compilers(examples):
-        problem = "it writes to inputs that have gaps or share memory"
+        problem = _WRITES_TO_SHARED
     if problem is not None:
         untraced, run = GraphTrace(None, problem), graph_module.forward
         return CompiledRegion(run, opaque=False, uncompiled=run, trace=untraced)

@@ -33,6 +33,9 @@ COUNT_FROM_START = (
 """The remedy for an index that may be negative, and so may count from a padded end."""
 
 
+_LARGEST_SQUARED = math.sqrt(torch.finfo(torch.float32).max)
+
+
 class Verdict(enum.Enum):
     """Whether real entries depend on the padding of a size. See Note [Padding verdicts]."""
 
@@ -213,6 +216,11 @@ def is_infinite(pad: object) -> TypeGuard[float]:
     return isinstance(pad, float) and math.isinf(pad)
 
 
+def overflows(pad: object) -> TypeGuard[float]:
+    """Whether ``pad``, or its square in float32, is infinite."""
+    return isinstance(pad, float) and abs(pad) > _LARGEST_SQUARED
+
+
 def is_finite(pad: Pad | None) -> bool:
     """Whether entries of ``pad`` times zero are zero; unknown contents are assumed to be finite."""
     return pad is not Approximate.NOT_FINITE and not isinstance(pad, Filled) and not is_infinite(pad)
@@ -242,10 +250,14 @@ def either(first: Pad | None, second: Pad | None) -> Pad | None:
 
 
 def by_data(first: Pad | None, second: Pad | None) -> Pad | None:
-    """What holds of entries that are each of the one or of the other, as contents say, so that a row may have both."""
+    """What holds of entries that are each of the one or of the other, as contents say, so that a row may have both.
+
+    A number whose square overflows is taken for an infinity.
+    """
     for fill, other in ((first, second), (second, first)):
-        if is_infinite(fill) and other != fill:
-            return either(other, Filled(other.of if isinstance(other, Filled) else other, fill))
+        if overflows(fill) and other != fill:  # guard: proof_squares_overflow
+            held = other.of if isinstance(other, Filled) else other
+            return either(other, Filled(held, math.copysign(math.inf, fill)))
     return either(first, second)
 
 

@@ -100,6 +100,16 @@ MASKED = [
         "b+ s-",
         lambda x, m: (x.abs() * -1).masked_fill(~m[..., None], 0.0).amax(1),
     ),
+    P(
+        "squares of the least number, times zero",
+        "b+ s-",
+        lambda x, fm: (x.masked_fill(x > 0.5, LEAST).square() * fm[..., None]).sum(1),
+    ),
+    P(
+        "squares of a low number, times zero",
+        "b+ s+",
+        lambda x, fm: (x.masked_fill(x > 0.5, -1e9).square() * fm[..., None]).sum(1),
+    ),
     P("masked product", "b+ s+", lambda g, m: g.masked_fill(~m, 1.0).prod(1)),
     P("product of what is filled with zero", "b+ s-", lambda g, m: g.masked_fill(~m, 0.0).prod(1)),
     P("masked logsumexp", "b+ s+", lambda g, m: g.masked_fill(~m, -INF).logsumexp(1)),
