@@ -92,6 +92,7 @@ class StartUp:
 
     graphs: int  #: in the default ladder
     compile_and_capture_s: float  #: with empty caches, costs measured too
+    loaded_s: float  #: the same over artifacts that another manager saved
     capture_again_s: float  #: the same without compiling
     pool_bytes: int  #: of the whole ladder
     largest_pool_bytes: int  #: of its largest budget alone
@@ -207,13 +208,14 @@ def adapter_options(setup: Setup) -> dict[str, int]:
 
 
 def start_up(setup: Setup, tower: Any, folder: Path) -> tuple[StartUp, EncoderCudaGraphManager]:
-    """Capture the default ladder cold, once more, and its largest budget alone; the ladder is left captured."""
+    """Capture the default ladder cold, loaded, once more, and its largest budget; the ladder is left captured."""
     limits = adapter_options(setup)
     options = EncoderOptions(compiler=setup.compiler)
     manager = EncoderCudaGraphManager.from_model(tower, options=options, **limits)
     with empty_caches(folder):
         cold_s = seconds(manager.capture, setup.device)
     manager.clear()
+    loaded_s = load_s(setup, tower, folder)
     alone = EncoderCudaGraphManager.from_model(
         tower, options=EncoderOptions(compiler=setup.compiler, token_budgets=[setup.budgets[1]]), **limits
     )
@@ -226,8 +228,21 @@ def start_up(setup: Setup, tower: Any, folder: Path) -> tuple[StartUp, EncoderCu
     taken = free - free_bytes(setup.device)
     pool_bytes = manager.get_cumulative_stats().pool_bytes
     graphs = manager.get_num_graphs_to_capture()
-    begin = StartUp(graphs, cold_s, again_s, pool_bytes, largest, estimate.total_bytes, taken, estimate.seconds)
+    begin = StartUp(
+        graphs, cold_s, loaded_s, again_s, pool_bytes, largest, estimate.total_bytes, taken, estimate.seconds
+    )
     return begin, manager
+
+
+def load_s(setup: Setup, tower: Any, folder: Path) -> float:
+    """Seconds until the default ladder is captured, by a manager that loads what another one saved."""
+    options = EncoderOptions(compiler=setup.compiler, warm_start=folder / "saved")
+    for caches in ("saving", "loading"):
+        manager = EncoderCudaGraphManager.from_model(tower, options=options, **adapter_options(setup))
+        with empty_caches(folder / caches):
+            taken_s = seconds(manager.capture, setup.device)
+        manager.clear()
+    return taken_s
 
 
 def measure(setup: Setup, forms: Forms, load: str) -> list[Row]:
@@ -325,11 +340,10 @@ def _start_up_table(begin: StartUp) -> Table:
     pool, estimated, taken = (
         f"{value / 2**20:.0f}" for value in (begin.pool_bytes, begin.estimated_bytes, begin.taken_bytes)
     )
-    times = (f"{value:.1f}" for value in (begin.compile_and_capture_s, begin.capture_again_s))
+    times = (f"{value:.1f}" for value in (begin.compile_and_capture_s, begin.loaded_s, begin.capture_again_s))
     row = (begin.graphs, *times, pool, ratio, estimated, taken, f"{begin.estimate_s:.1f}")
-    columns = (
-        "graphs | cold, s | capture alone, s | pool, MiB | ÷ largest | estimated, MiB | taken, MiB | estimated in s"
-    )
+    times_of = "cold, s | loaded, s | capture alone, s"
+    columns = f"graphs | {times_of} | pool, MiB | ÷ largest | estimated, MiB | taken, MiB | estimated in s"
     return table_of("Start-up of the manager", columns, [row])
 
 

@@ -6,6 +6,7 @@ transformers can choose from, each with the same weights in a copy of its own:
 
 * ``ours``: a manager with FULL graphs for decode and PIECEWISE ones for prefill;
 * ``tuned``: the same with ``tune="measure"``;
+* ``loaded``: the same over artifacts that another engine saved in a directory of ``warm_start`` before;
 * ``static``: ``generate`` with a static cache and the compilation that it does by itself;
 * ``continuous``: ``generate_batch``, continuous batching over paged SDPA, on the largest batch only.
 
@@ -57,7 +58,7 @@ from tests.bench.timing import (
 )
 from tests.bench.turns import in_turn, take_turn
 
-OURS, TUNED, STATIC, CONTINUOUS = "ours", "tuned", "static", "continuous"
+OURS, TUNED, LOADED, STATIC, CONTINUOUS = WAYS = "ours", "tuned", "loaded", "static", "continuous"
 TUNE_SECONDS = 200
 Prompts = list[list[int]]
 Texts = list[list[int]]
@@ -221,12 +222,25 @@ def continuous_batching(setup: Setup, model: Any, prompts: Prompts) -> Texts:
     return [output.generated_tokens for output in made.values()]
 
 
-def make_way(name: str, setup: Setup, model: torch.nn.Module, prompts: Prompts) -> Way:
-    """One way over a copy of the model."""
+def first_loaded(ours: Ours, folder: Path) -> float:
+    """Seconds until the first token of an engine, after another one has saved its artifacts."""
+    with empty_caches(folder / "saving"):
+        ours.first()
+    ours.close()
+    torch.compiler.reset()
+    with empty_caches(folder / "loading"):
+        return ours.first()
+
+
+def make_way(name: str, setup: Setup, model: torch.nn.Module, prompts: Prompts, folder: Path) -> Way:
+    """One way over a copy of the model; ``folder`` is its own."""
     own = copy.deepcopy(model)
-    if name in {OURS, TUNED}:
-        ours = Ours(setup, own, prompts, **{"tune": "measure", "tune_seconds": TUNE_SECONDS} if name == TUNED else {})
-        return Way(name, ours.first, ours.call, ours.close)
+    tuned, loaded = {"tune": "measure", "tune_seconds": TUNE_SECONDS}, {"warm_start": folder / "saved"}
+    options: dict[str, dict[str, Any]] = {OURS: {}, TUNED: tuned, LOADED: loaded}
+    if name in options:
+        ours = Ours(setup, own, prompts, **options[name])
+        first = partial(first_loaded, ours, folder) if name == LOADED else ours.first
+        return Way(name, first, ours.call, ours.close)
     if name == CONTINUOUS:
         own.set_attn_implementation("paged|sdpa")  # type: ignore[operator]
     call = partial({STATIC: static_cache, CONTINUOUS: continuous_batching}[name], setup, own, prompts)
@@ -252,8 +266,8 @@ def measure(setup: Setup, batch: int, names: Sequence[str], wait: Callable[[], N
     """All ways at one batch size: first calls one by one, then, in this process's turn, rounds of one call of each."""
     any_compile_s = _compile_something(setup)
     model, prompts = setup.model(), setup.prompts(batch)
-    ways, first_s = [make_way(name, setup, model, prompts) for name in names], {}
     with tempfile.TemporaryDirectory(prefix="generate_") as directory:
+        ways, first_s = [make_way(name, setup, model, prompts, Path(directory) / name) for name in names], {}
         for way in ways:
             with empty_caches(Path(directory) / way.name):
                 first_s[way.name] = way.first()
@@ -327,8 +341,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     def names(text: str) -> list[str]:
         chosen = text.split(",")
-        if not set(chosen) <= {OURS, TUNED, STATIC, CONTINUOUS}:
-            raise argparse.ArgumentTypeError(f"rows are {OURS}, {TUNED}, {STATIC} and {CONTINUOUS}")
+        if not set(chosen) <= set(WAYS):
+            raise argparse.ArgumentTypeError(f"rows are {', '.join(WAYS)}")
         return chosen
 
     parser = parser_of("generate", __doc__, layers=None, rounds=None)

@@ -13,7 +13,7 @@ Vocabulary
     clean       an entry whose index along every padded factor is below the real size: what the caller sees
     pad         what entries in padding hold at one place, with real indices along all others: a number, a kind of
                 numbers (:class:`Approximate`), or None: unknown, but finite
-    filled      contents among which a mask, whose own entries are not known, puts infinities
+    filled      contents among which a mask, whose own entries are not known, puts infinities or numbers as large
     neutral     a pad that changes nothing: 0 in a sum, -inf in a maximum
     low         a score that has no weight in a softmax: at most -1e4, also after real scores were added to it
     constant    the value of all entries, real and padding

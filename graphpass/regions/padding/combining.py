@@ -37,8 +37,8 @@ from graphpass.regions.padding.values import (
     blurred,
     by_data,
     cast_pad,
+    is_extreme,
     is_finite,
-    is_infinite,
     is_low,
     is_number,
     is_zero,
@@ -530,8 +530,8 @@ _HIDES = (attention, self_attention, multi_head_attention)
 def infinities_of(call: OpCall, rule: PaddingRule | None, value: PaddedValue) -> Pad | None:
     """What real entries of ``value`` hold if the graph makes some of them infinite, else None."""
     held = [tensor.held for tensor in tensors_of(call.arguments.values())]
-    numbers = [number for number in call.arguments.values() if is_infinite(number)]
-    if call.asks_independence or value.dtype is None or not (numbers or any(not is_finite(pad) for pad in held)):
+    numbers = [number for number in call.arguments.values() if isinstance(number, float) and is_extreme(number)]
+    if call.asks_independence or value.dtype is None or not (numbers or any(map(is_extreme, held))):
         return None
     if rule is entry_by_entry:
         found = real_entries(call)
@@ -542,4 +542,4 @@ def infinities_of(call: OpCall, rule: PaddingRule | None, value: PaddedValue) ->
     else:
         found = blurred(*(map(shown, held) if rule in _HIDES or call.name == "logsumexp" else held))
     found = cast_pad(found, value.dtype)
-    return None if is_finite(found) else by_data(None, found)
+    return by_data(None, found) if is_extreme(found) else None

@@ -31,7 +31,7 @@ from graphpass.regions.padding.values import (
     TensorShape,
     by_data,
     cast_pad,
-    is_finite,
+    is_extreme,
 )
 
 _ONE_EACH = (
@@ -85,7 +85,7 @@ def input_values(
         if pad is not None:
             held = cast_pad(pad, shape.dtype)
             value = value.with_pads(dict.fromkeys(places, held))
-            value = value.with_real(None if is_finite(held) else by_data(None, held))
+            value = value.with_real(by_data(None, held) if is_extreme(held) else None)
         values.append(value)
     return tuple(values)
 

@@ -64,10 +64,10 @@ class Sign(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """Contents of which some are infinite: a mask fills them, and which ones it fills is not known."""
+    """Contents of which some are extreme: a mask fills them, and which ones it fills is not known."""
 
-    of: Pad | None  #: what the other entries hold, which is finite
-    fill: float  #: the infinity
+    of: Pad | None  #: what the other entries hold, which is not extreme
+    fill: float  #: an infinity, or a number whose square is one
 
     def __str__(self) -> str:
         others = "unknown contents" if self.of is None else getattr(self.of, "value", self.of)
@@ -216,14 +216,16 @@ def is_infinite(pad: object) -> TypeGuard[float]:
     return isinstance(pad, float) and math.isinf(pad)
 
 
-def overflows(pad: object) -> TypeGuard[float]:
-    """Whether ``pad``, or its square in float32, is infinite."""
-    return isinstance(pad, float) and abs(pad) > _LARGEST_SQUARED
+def is_extreme(pad: Pad | None) -> bool:
+    """Whether ``pad``, or its square in float32, may be infinite."""
+    if isinstance(pad, float):
+        return abs(pad) > _LARGEST_SQUARED  # guard: proof_squares_overflow
+    return pad is Approximate.NOT_FINITE or isinstance(pad, Filled)
 
 
 def is_finite(pad: Pad | None) -> bool:
     """Whether entries of ``pad`` times zero are zero; unknown contents are assumed to be finite."""
-    return pad is not Approximate.NOT_FINITE and not isinstance(pad, Filled) and not is_infinite(pad)
+    return pad is not Approximate.NOT_FINITE and not is_infinite(pad.fill if isinstance(pad, Filled) else pad)
 
 
 def shown(pad: Pad | None) -> Pad | None:
@@ -240,24 +242,21 @@ def blurred(*pads: Pad | None) -> Pad | None:
 
 def either(first: Pad | None, second: Pad | None) -> Pad | None:
     """What holds of entries that are each of the one or of the other."""
-    if type(first) is type(second) and repr(first) == repr(second):
+    if (type(first) is type(second) and repr(first) == repr(second)) or (is_zero(first) and is_zero(second)):
         return first
-    fills = {pad.fill for pad in (first, second) if isinstance(pad, Filled)}
+    fills = [pad.fill for pad in (first, second) if isinstance(pad, Filled)]
     if not fills:
         return blurred(first, second)
     of = either(*(pad.of if isinstance(pad, Filled) else pad for pad in (first, second)))
-    return Filled(of, fills.pop()) if len(fills) == 1 and is_finite(of) else Approximate.NOT_FINITE
+    of_one_sign = len({math.copysign(1, fill) for fill in fills}) == 1
+    return Filled(of, max(fills, key=abs)) if of_one_sign and is_finite(of) else Approximate.NOT_FINITE
 
 
 def by_data(first: Pad | None, second: Pad | None) -> Pad | None:
-    """What holds of entries that are each of the one or of the other, as contents say, so that a row may have both.
-
-    A number whose square overflows is taken for an infinity.
-    """
+    """What holds of entries that are each of the one or of the other, as contents say, so that a row may have both."""
     for fill, other in ((first, second), (second, first)):
-        if overflows(fill) and other != fill:  # guard: proof_squares_overflow
-            held = other.of if isinstance(other, Filled) else other
-            return either(other, Filled(held, math.copysign(math.inf, fill)))
+        if isinstance(fill, float) and is_extreme(fill) and other != fill:
+            return either(other, Filled(other.of if isinstance(other, Filled) else other, fill))
     return either(first, second)
 
 
@@ -315,7 +314,9 @@ class Entry(NamedTuple):
     has_dims: bool  #: whether the tensor has dimensions; one without does not decide the type of a result
 
     def numbers(self) -> tuple[bool | int | float, ...]:
-        """The number of the entry, or numbers of its kind."""
+        """The number of the entry, or numbers of its kind; a zero has either sign."""
+        if is_zero(self.pad) and self.dtype.is_floating_point:  # guard: proof_signed_zero
+            return 0.0, -0.0
         if isinstance(self.pad, (bool, int, float)):
             return (self.pad,)
         assert not isinstance(self.pad, Filled), "what a mask fills is evaluated apart"
@@ -356,8 +357,8 @@ def _evaluated(evaluation: _Evaluation) -> Pad | None:
         return None
     if numbers is None or result.dtype.is_complex:
         return None
-    if len(cases) == 1:
-        return _without_nan(result.item())
+    if all(is_number(entry.pad) for entry in entries.values()) and len({repr(number + 0) for number in numbers}) == 1:
+        return _without_nan(numbers[0])
     return _kind_of(numbers, signed=all(entry.pad is not None for entry in entries.values()))
 
 

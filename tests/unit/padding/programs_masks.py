@@ -110,6 +110,8 @@ MASKED = [
         "b+ s+",
         lambda x, fm: (x.masked_fill(x > 0.5, -1e9).square() * fm[..., None]).sum(1),
     ),
+    P("reciprocals of zeros of either sign", "b+ s-", lambda x, fm: (1 / (x * fm[..., None])).amin(1)),
+    P("signs of zeros of either sign", "b+ s-", lambda x, fm: torch.signbit(x * fm[..., None]).sum(1)),
     P("masked product", "b+ s+", lambda g, m: g.masked_fill(~m, 1.0).prod(1)),
     P("product of what is filled with zero", "b+ s-", lambda g, m: g.masked_fill(~m, 0.0).prod(1)),
     P("masked logsumexp", "b+ s+", lambda g, m: g.masked_fill(~m, -INF).logsumexp(1)),
