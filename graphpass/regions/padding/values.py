@@ -345,19 +345,21 @@ def _evaluated(evaluation: _Evaluation) -> Pad | None:
     called, keywords = operator_named(evaluation.op), dict(evaluation.arguments)
     entries = {name: value for name, value in keywords.items() if isinstance(value, Entry)}
     cases = list(itertools.product(*(entry.numbers() for entry in entries.values())))
-    if called is None:
-        return None
-    for (name, entry), column in zip(entries.items(), zip(*cases, strict=True), strict=True):
-        shape = (len(cases),) if entry.has_dims or len(cases) > 1 else ()
-        keywords[name] = torch.tensor(column, dtype=entry.dtype, device="cpu").reshape(shape)
-    try:
-        result = called(**keywords)
-        numbers = result.tolist() if result.numel() == len(cases) else None
-    except Exception:
-        return None
-    if numbers is None or result.dtype.is_complex:
-        return None
-    if all(is_number(entry.pad) for entry in entries.values()) and len({repr(number + 0) for number in numbers}) == 1:
+    is_exact = all(is_number(entry.pad) for entry in entries.values())
+    numbers: list[bool | int | float] = []
+    # Each case of exact numbers is computed by itself: a tensor without dimensions does not decide the type there.
+    for some in [[case] for case in cases] if is_exact else [cases]:
+        for (name, entry), column in zip(entries.items(), zip(*some, strict=True), strict=True):
+            shape = (len(some),) if entry.has_dims or len(some) > 1 else ()
+            keywords[name] = torch.tensor(column, dtype=entry.dtype, device="cpu").reshape(shape)
+        try:
+            result = called(**keywords) if called is not None else None
+        except Exception:
+            return None
+        if result is None or result.numel() != len(some) or result.dtype.is_complex:
+            return None
+        numbers += result.flatten().tolist()
+    if is_exact and len({repr(number + 0) for number in numbers}) == 1:
         return _without_nan(numbers[0])
     return _kind_of(numbers, signed=all(entry.pad is not None for entry in entries.values()))
 

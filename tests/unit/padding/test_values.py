@@ -195,6 +195,9 @@ def test_an_operator_is_evaluated_on_single_entries() -> None:
     assert evaluated("aten::rsub.Scalar", [("self", half), ("other", 1.0), ("alpha", 1)]) == 0.0
     assert evaluated("aten::log", [("self", Entry(0.0, torch.float32, has_dims=True))]) == -math.inf
     assert evaluated("aten::log", [("self", Entry(-1.0, torch.float32, has_dims=True))]) is Approximate.NOT_FINITE
+    zero = Entry(0.0, torch.float16, has_dims=False)
+    assert evaluated("aten::reciprocal", [("self", zero)]) is Approximate.NOT_FINITE  # of either sign
+    assert evaluated("aten::exp", [("self", zero)]) == 1.0
     # A tensor without dimensions does not decide the type: this is a sum in half precision.
     small = Entry(1e-4, torch.float32, has_dims=False)
     assert evaluated("aten::add.Tensor", [("self", half), ("other", small), ("alpha", 1)]) == 1.0
