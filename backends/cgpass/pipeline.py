@@ -6,7 +6,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -185,8 +185,11 @@ def _tuning(name: str, parts: Partition, runtime: GraphRuntime, settings: Settin
         runtime.warn(f"not tuned: {reason}", reason.remedy, at=name, is_silent=is_silent)
     if not tunes:  # guard: tuning_alone
         return None
-    tuner = runtime.owned(Tuner)
-    return Tuning(name, tuner, runtime.ledger, settings.tune_seconds, settings.progress, region_in_float64)
+    tuner, seconds, progress = runtime.owned(Tuner), settings.tune_seconds, settings.progress
+    tuning = Tuning(name, tuner, runtime.ledger, seconds, progress, region_in_float64)
+    if settings.warm_start is None:
+        return tuning
+    return replace(tuning, compiling=saving.serializable, chosen=runtime.owned(SavedGraphs).tuned)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from cgpass.callable import CompiledGraph, GraphedCallable
 from cgpass.keyrules import AutoRules
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.compat import dynamo, saving, symbolic
+from graphpass.compile import CompiledRegion, TunedRegion
 from graphpass.compile.structure import Structure, structure_of
 from graphpass.ledger import Reason
 from graphpass.options import Settings
@@ -91,6 +92,8 @@ class SavedGraphs:
         self._known: dict[str, tuple[GraphedCallable, tuple[sympy.Basic, ...]]] = {}
         #: While a call is traced in order to be saved: the files of the graphs that it reached, or why there is none.
         self.recording: list[str | Reason] | None = None
+        #: (regions of a graph that is saved, writes its file) where regions are tuned later
+        self._untuned: list[tuple[Sequence[CompiledRegion], Callable[[], object]]] = []
 
     def recorded(self, traced: GraphIdentity | Reason | None, *, has_floats: bool) -> Callable[..., Any]:
         """Add a graph that is traced in order to be saved; what Dynamo gets in its place raises."""
@@ -179,6 +182,8 @@ class SavedGraphs:
             inputs = graph.partition.inputs
             padded = {p: settings.padding.get(inputs[p].shown, "repeat") for p in rules.padded}
             rules = replace(rules, padded=padded)
+        for region in {id(tuned): tuned for one in graph.compiled.values() if (tuned := one.tuned)}.values():
+            region.load(graph.name, runtime.ledger)
         loaded = GraphedCallable(graph, runtime, settings, rules)
         loaded.remember_keys(used)
         self._known[file] = loaded, made["added"]
@@ -195,16 +200,45 @@ class SavedGraphs:
     ) -> None:
         """Write a compiled graph to its file; the report says why it could not."""
         assert settings.warm_start is not None
-        contents = identity if isinstance(identity, Reason) else _contents(identity, *made, aliases, settings)
-        if not isinstance(identity, Reason) and not isinstance(contents, Reason):
-            written = SavedFiles(settings.warm_start).write(identity.name, identity.parts, GRAPH, contents[0])
-            if isinstance(written, str):
-                callable_.remember_keys(UsedKeys(SavedFiles(settings.warm_start), identity.name, identity.parts))
-                self._known[written] = callable_, contents[1]
-                return
-            contents = written
-        assert isinstance(contents, Reason), "bytes that were not written"
-        runtime.ledger.note(replace(contents, why=f"not saved: {contents.why}"), at=callable_.name, is_problem=True)
+        contents = identity if isinstance(identity, Reason) else _contents(identity, *made, aliases)
+        if isinstance(identity, Reason) or isinstance(contents, Reason):
+            assert isinstance(contents, Reason), "no identity, so no contents"
+            _note_unsaved(runtime, callable_.name, contents)
+            return
+        store, (record, added) = SavedFiles(settings.warm_start), contents
+
+        def write() -> str | None:
+            file = _written(store, identity, record)
+            if isinstance(file, Reason):
+                store.remove(file_name(identity.name, identity.parts, GRAPH))  # it lacks what was tuned since
+                _note_unsaved(runtime, callable_.name, file)
+                return None
+            return file
+
+        written = write()
+        if written is not None:
+            callable_.remember_keys(UsedKeys(store, identity.name, identity.parts))
+            self._known[written] = callable_, added
+            if settings.tune is not None:
+                self._untuned.append((list(made[0].compiled.values()), write))
+
+    def tuned(self, region: TunedRegion) -> None:
+        """Write the graphs again in which a region has been tuned."""
+        for regions, write in self._untuned:
+            if any(one.tuned is region for one in regions):  # guard: saved_tuned
+                write()
+
+
+def _written(store: SavedFiles, identity: GraphIdentity, record: Any) -> str | Reason:
+    """The name of the file of a graph, or why it could not be written."""
+    try:
+        return store.write(identity.name, identity.parts, GRAPH, saving.dumps(record))
+    except saving.CannotSaveError as error:
+        return Reason(str(error), _SEE_SAVED)
+
+
+def _note_unsaved(runtime: GraphRuntime, name: str, why: Reason) -> None:
+    runtime.ledger.note(replace(why, why=f"not saved: {why.why}"), at=name, is_problem=True)
 
 
 def _contents(
@@ -213,16 +247,13 @@ def _contents(
     rules: AutoRules | None,
     record: CallableRecord,
     aliases: Mapping[str, str],
-    settings: Settings,
-) -> tuple[bytes, tuple[sympy.Basic, ...]] | Reason:
-    """The contents of a graph's file and what its compilation assumed of the sizes, or why it cannot be saved."""
+) -> tuple[Any, tuple[sympy.Basic, ...]] | Reason:
+    """The record in a graph's file and what its compilation assumed of the sizes, or why it cannot be saved."""
     shape_env, symbols = identity.structure.shape_env, set(identity.structure.symbols)
     added = [guard for guard in symbolic.facts_of(shape_env) if guard not in identity.facts]
     cannot = saving.guards_of_compilers()
     if any(not guard.free_symbols <= symbols for guard in added):
         cannot = "a guard on a size that no input has"
-    if settings.tune is not None:
-        cannot = "tune is set, whose choices are made at each capture"
     if cannot is not None:
         return Reason(cannot, _SEE_SAVED)
     assumed = identity.structure.canonical(added)
@@ -242,10 +273,7 @@ def _contents(
         "sizes_read": None if graph.appended is None else graph.appended.sizes,
         "aliases": dict(aliases),
     }
-    try:
-        return saving.dumps(made), assumed
-    except saving.CannotSaveError as error:
-        return Reason(str(error), _SEE_SAVED)
+    return made, assumed
 
 
 def _unbound(*_: Any) -> Any:

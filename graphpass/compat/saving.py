@@ -126,7 +126,8 @@ def dumps(record: Any) -> bytes:
 
     options = Options(ops_filter=None, node_metadata_key_filter=_META.__contains__)
     try:
-        data: bytes = _pickler().dumps(record, options)
+        with torch.inference_mode(False):
+            data: bytes = _pickler().dumps(record, options)
     except CannotSaveError:
         raise
     except Exception as error:

@@ -2,7 +2,7 @@
 
 from graphpass.compile.compilers import COMPILERS, GraphTrace, RegionTrace, compile_training
 from graphpass.compile.once import CompiledRegion, CompiledRegions, RegionCompiler, SizeRanges, traced_regions
-from graphpass.compile.tuning import Tuner, Tuning
+from graphpass.compile.tuning import TunedRegion, Tuner, Tuning
 
 __all__ = [
     "COMPILERS",
@@ -12,6 +12,7 @@ __all__ = [
     "RegionCompiler",
     "RegionTrace",
     "SizeRanges",
+    "TunedRegion",
     "Tuner",
     "Tuning",
     "compile_training",

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import sympy
@@ -43,6 +43,9 @@ _OUT_OF_TIME = Reason("tuning ended before all variants were tried: tune_seconds
 _OTHER_SETTINGS = Reason(
     "not tuned: autocast, a precision or a setting of the compiler is another one than when it was compiled",
     "call the model under the settings that it was compiled under",
+)
+_LOADED = Reason(
+    "not tuned: the process that saved the graph chose no variant for these sizes", "remove its file to tune them again"
 )
 
 
@@ -115,10 +118,14 @@ class Tuning:
     #: (region, arguments) -> tensors that the region returns, then its written inputs, as computed in a wide type on
     #: copies of the written inputs
     reference: Callable[[Any, Sequence[Any]], Sequence[torch.Tensor]]
+    compiling: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext  #: entered for variants
+    chosen: Callable[[TunedRegion], None] = lambda region: None  #: called when a region has been tuned for a range
 
 
 class TunedRegion:
     """The choice among the variants of one region structure, for each range of sizes.
+
+    A saved one has the choices of the process that saved it, and makes no others.
 
     Args:
         tuning: how it is tuned.
@@ -130,7 +137,8 @@ class TunedRegion:
     def __init__(
         self, tuning: Tuning, region: Any, examples: Sequence[Any], compile_within: Callable[..., SizedArtifact | None]
     ) -> None:
-        self._tuning, self._region, self._compile_within = tuning, region, compile_within
+        self._tuning: Tuning | None = tuning
+        self._ledger, self._region, self._compile_within = tuning.ledger, region, compile_within
         self._id = RegionId(tuning.callable, region.name)
         shape_env = symbolic.shape_env_of(examples)
         places = symbolic.places_of(examples)
@@ -141,6 +149,21 @@ class TunedRegion:
         self._is_readable = None not in self._symbols.values()
         if not self._is_readable:
             tuning.ledger.note(Reason("not tuned: no argument has one of its sizes"), at=str(self._id), is_problem=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        rows = [(*key, row.n, row.least_s) for key, row in self._ledger.rows(self._id, TUNED).items()]
+        chosen = {ranges: made for ranges, made in self._chosen.items() if made is not None}  # guard: saved_variants
+        kept = {"_id": self._id, "_symbols": self._symbols, "_is_readable": self._is_readable}
+        return {**kept, "_chosen": chosen, "_rows": rows}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _tuning=None)
+
+    def load(self, callable_: str, ledger: Ledger) -> None:
+        """Report the saved choices as those of ``callable_``."""
+        self._id, self._ledger = replace(self._id, callable=callable_), ledger
+        for sizes, settings, n, least_s in vars(self).pop("_rows"):
+            ledger.rows(self._id, TUNED)[sizes, settings] = Row(n, least_s=least_s)
 
     def choose(self, untuned: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
         """The function for a call with ``args``; in the warm-up of a capture, tune it for the range of their sizes.
@@ -159,25 +182,35 @@ class TunedRegion:
             measurement: Measurement | None = getattr(calls, "measurement", None)
             if calls is None or measurement is None:
                 return untuned
+            if self._tuning is None:
+                self._chosen[ranges] = None
+                self._ledger.note(_LOADED, at=self._where(ranges))
+                return untuned
             start_s = measurement.now()
             try:
-                self._tune(ranges, sizes, untuned, args, measurement)
+                with self._tuning.compiling():  # guard: tuned_as_compiled
+                    self._tune(self._tuning, ranges, sizes, untuned, args, measurement)
             finally:
                 calls.tuning_s += measurement.now() - start_s
                 self._tuning.tuner.spent_s += measurement.now() - start_s
+            self._tuning.chosen(self)
         chosen = self._chosen[ranges]
         return chosen.function if chosen is not None and chosen.serves(sizes) else untuned
 
+    def _where(self, ranges: tuple[int, ...]) -> str:
+        return f"{self._id} {_named(ranges)}".rstrip()
+
     def _tune(
         self,
+        tuning: Tuning,
         ranges: tuple[int, ...],
         sizes: tuple[int, ...],
         untuned: Callable[..., Any],
         args: Sequence[Any],
         measurement: Measurement,
     ) -> None:
-        named, spent_s = _named(ranges), self._tuning.tuner.spent_s - measurement.now()
-        where, ledger = f"{self._id} {named}".rstrip(), self._tuning.ledger
+        named, spent_s = _named(ranges), tuning.tuner.spent_s - measurement.now()
+        where, ledger = self._where(ranges), self._ledger
         self._chosen[ranges] = None
         if self._settings != _ambient_settings():  # guard: tuning_settings
             ledger.note(_OTHER_SETTINGS, at=where, is_problem=True)
@@ -185,9 +218,9 @@ class TunedRegion:
         rows, kept = ledger.rows(self._id, TUNED), dict[str, Any]()
         before = rows[named, UNTUNED]
         try:
-            with contextlib.closing(_Contest(measurement, args, self._region, self._tuning.reference)) as contest:
-                for name, settings in self._tried(ranges, where):
-                    if spent_s + measurement.now() >= self._tuning.seconds:  # guard: tuning_time
+            with contextlib.closing(_Contest(measurement, args, self._region, tuning.reference)) as contest:
+                for name, settings in _tried(ranges, where, tuning.progress):
+                    if spent_s + measurement.now() >= tuning.seconds:  # guard: tuning_time
                         ledger.note(_OUT_OF_TIME, at=where, is_problem=True)
                         break
                     before.least_s = contest.begun(untuned)
@@ -206,16 +239,7 @@ class TunedRegion:
         except Exception as error:
             ledger.note(Reason(f"not tuned: {summary(error)}"), at=where, is_problem=True)
         finally:
-            before.seconds += spent_s + measurement.now() - self._tuning.tuner.spent_s
-
-    def _tried(self, ranges: tuple[int, ...], where: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(name, settings) of what is tried, in order, with a progress bar."""
-        names = [_STATIC] if ranges and not any(ranges) else []
-        names += dynamo.settings_that_are_off(SETTINGS)
-        with progress_bar(names, self._tuning.progress, desc=f"tuning {where}", unit="variant") as bar:
-            for name in bar:
-                bar.set_postfix_str(name)
-                yield name, {} if name is _STATIC else {name: True}
+            before.seconds += spent_s + measurement.now() - tuning.tuner.spent_s
 
     def _compiled(self, ranges: tuple[int, ...], sizes: tuple[int, ...], settings: Mapping[str, Any]) -> SizedArtifact:
         bounds = {
@@ -227,6 +251,16 @@ class TunedRegion:
         if made is None or not made.serves(sizes):
             raise ValueError("the region cannot be compiled for these sizes alone")
         return made
+
+
+def _tried(ranges: tuple[int, ...], where: str, progress: bool | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, settings) of what is tried, in order, with a progress bar."""
+    names = [_STATIC] if ranges and not any(ranges) else []
+    names += dynamo.settings_that_are_off(SETTINGS)
+    with progress_bar(names, progress, desc=f"tuning {where}", unit="variant") as bar:
+        for name in bar:
+            bar.set_postfix_str(name)
+            yield name, {} if name is _STATIC else {name: True}
 
 
 class _Contest:

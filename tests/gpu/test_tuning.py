@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +85,22 @@ def test_a_decode_step_is_tuned(step: Step) -> None:
     assert f"{found.gain:.1%}" in str(tuned.report())
     for one in (tuned, untuned):
         one.close()
+
+
+def test_a_loaded_start_has_the_variants_that_were_chosen(step: Step, tmp_path: Path) -> None:
+    x = torch.randn(1, 512, device="cuda", dtype=torch.bfloat16)
+    starts = []
+    for _ in range(2):
+        torch.compiler.reset()
+        tuned = graphed(step, x, warm_start=tmp_path, tune_seconds=60)
+        bits, compiled = tuned(x).clone(), tuned.runtime.compiled()
+        starts.append((bits, compiled, tuned.report().figures.costs.tuned))
+        tuned.close()
+    (bits, _, (chosen,)), (again, compiled, (loaded,)) = starts
+    assert compiled == 0
+    assert torch.equal(again, bits)
+    assert loaded.settings == chosen.settings
+    assert chosen.tuning_s > loaded.tuning_s == 0
 
 
 def test_what_the_step_counts_is_what_it_counts_untuned(step: Step) -> None:
