@@ -8,6 +8,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 
 from graphpass.compat import trees
@@ -237,3 +238,13 @@ def size_of(shape_env: Any, expression: Any, symbols: Mapping[sympy.Symbol, Any]
     renamed = expression.xreplace(dict(symbols))
     hint = int(renamed.xreplace(hints_of(shape_env)))
     return shape_env.create_symintnode(renamed, hint=hint)
+
+
+def set_values(graph_module: fx.GraphModule, inputs: Sequence[Any], fake_mode: Any) -> None:
+    """Give each node of a graph, as Dynamo does, its fake value in a run on these inputs of the mode."""
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    FakeTensorProp(graph_module, fake_mode).propagate_dont_convert_inputs(*inputs)
+    for node in graph_module.graph.nodes:
+        if "val" in node.meta:
+            node.meta["example_value"] = node.meta.pop("val")

@@ -13,7 +13,7 @@ from typing import Any
 import sympy
 import torch
 
-from graphpass.compat import dynamo, memory, symbolic
+from graphpass.compat import dynamo, memory, saving, symbolic
 from graphpass.compile.compilers import (
     Compiler,
     GraphTrace,
@@ -256,7 +256,10 @@ def _compiled(
         if inputs is None or (written is not None and written.defeat_compilers(inputs.values)):
             return None
         with dynamo.tracing_with(inputs.fake_mode):
-            function = compiler.compile(own_copy(graph_module, keep_shapes=False), inputs.values, **settings)
+            copy = own_copy(graph_module, keep_shapes=False)
+            if saving.are_serializable():  # torch saves no graph with a method of what is not known to be a tensor
+                symbolic.set_values(copy, inputs.values, inputs.fake_mode)  # guard: saved_method_calls
+            function = compiler.compile(copy, inputs.values, **settings)
         symbols = tuple(inputs.symbols[symbol] for symbol in bounds)
         return SizedArtifact(function, tuple(bounds.values()), symbols, symbolic.facts_of(inputs.fake_mode.shape_env))
 

@@ -12,18 +12,24 @@ import graphpass as gp
 from graphpass.capture import recorder
 from graphpass.compat import saving
 from graphpass.compile import tuning
-from tests.unit.compile.tuned import AUTOTUNE, Bench, Captured, captured, layer, notes, tuned
+from tests.unit.compile.tuned import DESCENT, Bench, Captured, captured, notes, tuned
+from tests.unit.models import linear, module
 
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     """A clock for variants that the real compiler makes."""
-    bench = Bench(replay_s={(AUTOTUNE,): 0.5})
+    bench = Bench(replay_s={(DESCENT,): 0.5})
     monkeypatch.setattr(recorder, "measurement_on", lambda device: bench)
     monkeypatch.setattr(tuning, "_NUM_REPLAYS", 3)
-    monkeypatch.setattr(tuning, "SETTINGS", (AUTOTUNE,))
+    monkeypatch.setattr(tuning, "SETTINGS", (DESCENT,))
     monkeypatch.setattr(Captured, "variant", property(lambda run: (run.name,), lambda run, _: None), raising=False)
     return bench
+
+
+def layer() -> Any:
+    """It calls a method of what an operator returns."""
+    return module(lambda self, x: self.linear(x).relu().chunk(2, -1)[0] * 2, linear=linear(4))
 
 
 def started(model: Any, folder: Path, **options: Any) -> tuple[Any, gp.GraphRuntime]:
@@ -36,7 +42,7 @@ def test_variants_that_were_chosen_are_loaded(bench: Bench, tmp_path: Path, monk
     model = layer()
     x = torch.randn(16, 4)
     saved, rt = started(model, tmp_path)
-    assert [(found.sizes, found.settings) for found in tuned(rt)] == [("9 and more", AUTOTUNE), ("2 to 8", AUTOTUNE)]
+    assert [(found.sizes, found.settings) for found in tuned(rt)] == [("9 and more", DESCENT), ("2 to 8", DESCENT)]
     bits = saved(x)
     monkeypatch.setattr(bench, "capture", None)
     loaded, other = started(model, tmp_path)
@@ -56,7 +62,7 @@ def test_sizes_for_which_nothing_was_chosen_run_untuned_and_say_so(bench: Bench,
     model, x = layer(), torch.randn(16, 4)
     bench.replay_s = {}
     _, rt = started(model, tmp_path)
-    bench.replay_s = {(AUTOTUNE,): 0.5}
+    bench.replay_s = {(DESCENT,): 0.5}
     loaded, other = started(model, tmp_path)
     assert other.compiled() == 0
     assert {found.settings for found in tuned(other)} == {"untuned"}
