@@ -201,10 +201,10 @@ class SavedGraphs:
         """Write a compiled graph to its file; the report says why it could not."""
         assert settings.warm_start is not None
         contents = identity if isinstance(identity, Reason) else _contents(identity, *made, aliases)
-        if isinstance(identity, Reason) or isinstance(contents, Reason):
-            assert isinstance(contents, Reason), "no identity, so no contents"
+        if isinstance(contents, Reason):
             _note_unsaved(runtime, callable_.name, contents)
             return
+        assert isinstance(identity, GraphIdentity), "it has contents"
         store, (record, added) = SavedFiles(settings.warm_start), contents
 
         def write() -> str | None:
