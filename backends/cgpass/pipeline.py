@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -159,7 +159,7 @@ def _compiled(
     name: str, parts: Partition, sizes: NamedSizes, trace: Any, runtime: GraphRuntime, settings: Settings
 ) -> CompiledRegions:
     """Compile the captured regions, so that they can be saved where ``warm_start`` asks for it."""
-    with saving.serializable() if settings.warm_start is not None else contextlib.nullcontext():
+    with _compiling(settings)():
         return runtime.owned(RegionCompiler).compile(
             [region for region in parts.regions if region.kind == "captured"],
             settings.compiler,
@@ -185,11 +185,21 @@ def _tuning(name: str, parts: Partition, runtime: GraphRuntime, settings: Settin
         runtime.warn(f"not tuned: {reason}", reason.remedy, at=name, is_silent=is_silent)
     if not tunes:  # guard: tuning_alone
         return None
-    tuner, seconds, progress = runtime.owned(Tuner), settings.tune_seconds, settings.progress
-    tuning = Tuning(name, tuner, runtime.ledger, seconds, progress, region_in_float64)
-    if settings.warm_start is None:
-        return tuning
-    return replace(tuning, compiling=saving.serializable, chosen=runtime.owned(SavedGraphs).tuned)
+    return Tuning(
+        name,
+        runtime.owned(Tuner),
+        runtime.ledger,
+        settings.tune_seconds,
+        settings.progress,
+        region_in_float64,
+        compiling=_compiling(settings),
+        chosen=runtime.owned(SavedGraphs).tuned,
+    )
+
+
+def _compiling(settings: Settings) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """What is entered to compile: artifacts that ``warm_start`` saves are compiled under settings of their own."""
+    return contextlib.nullcontext if settings.warm_start is None else saving.serializable
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ See Note [Saved starts].
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -92,7 +93,7 @@ class SavedGraphs:
         self._known: dict[str, tuple[GraphedCallable, tuple[sympy.Basic, ...]]] = {}
         #: While a call is traced in order to be saved: the files of the graphs that it reached, or why there is none.
         self.recording: list[str | Reason] | None = None
-        #: (regions of a graph that is saved, writes its file) where regions are tuned later
+        #: (regions of a graph that is saved, writes its file again, or removes it) where regions are tuned later
         self._untuned: list[tuple[Sequence[CompiledRegion], Callable[[], object]]] = []
 
     def recorded(self, traced: GraphIdentity | Reason | None, *, has_floats: bool) -> Callable[..., Any]:
@@ -210,7 +211,6 @@ class SavedGraphs:
         def write() -> str | None:
             file = _written(store, identity, record)
             if isinstance(file, Reason):
-                store.remove(file_name(identity.name, identity.parts, GRAPH))  # it lacks what was tuned since
                 _note_unsaved(runtime, callable_.name, file)
                 return None
             return file
@@ -220,7 +220,8 @@ class SavedGraphs:
             callable_.remember_keys(UsedKeys(store, identity.name, identity.parts))
             self._known[written] = callable_, added
             if settings.tune is not None:
-                self._untuned.append((list(made[0].compiled.values()), write))
+                again = functools.partial(_written_or_removed, write, store, written)
+                self._untuned.append((list(made[0].compiled.values()), again))
 
     def tuned(self, region: TunedRegion) -> None:
         """Write the graphs again in which a region has been tuned."""
@@ -235,6 +236,11 @@ def _written(store: SavedFiles, identity: GraphIdentity, record: Any) -> str | R
         return store.write(identity.name, identity.parts, GRAPH, saving.dumps(record))
     except saving.CannotSaveError as error:
         return Reason(str(error), _SEE_SAVED)
+
+
+def _written_or_removed(write: Callable[[], str | None], store: SavedFiles, file: str) -> None:
+    if write() is None:
+        store.remove(file)  # it lacks what was tuned since
 
 
 def _note_unsaved(runtime: GraphRuntime, name: str, why: Reason) -> None:

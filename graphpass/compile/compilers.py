@@ -102,7 +102,7 @@ class TraceOnce:
         try:
             problem = _difference(self._region, aten) or self._dropped(aten)
             if problem is None:
-                with symbolic.quiet_shapes(symbolic.fake_mode_of(_inputs(aten))):
+                with symbolic.quiet_shapes(symbolic.fake_mode_of(inputs_of(aten))):
                     self._traces.append(GraphTrace(self._trace(aten), None))
                 return
         except Exception as error:
@@ -124,9 +124,9 @@ class TraceOnce:
 def trace_alone(trace: TraceFunction, graph_module: fx.GraphModule, symbols: Sequence[sympy.Symbol]) -> GraphTrace:
     """Trace a region that no AOT step compiles; ``symbols`` are the region's, in the order of the structure."""
     try:
-        if any(symbolic.is_unbacked(symbol) for symbol in symbols_of(_inputs(graph_module))):
+        if any(symbolic.is_unbacked(symbol) for symbol in symbols_of(inputs_of(graph_module))):
             return GraphTrace(None, "it takes sizes that depend on data")
-        inputs = inputs_within(_inputs(graph_module), {})
+        inputs = inputs_within(inputs_of(graph_module), {})
         if inputs is None:
             return GraphTrace(None, "its inputs have layouts that cannot be reproduced")
         show = TraceOnce(trace, graph_module, runs_as_it_is=True)
@@ -143,7 +143,7 @@ def _difference(region: fx.GraphModule, aten: fx.GraphModule) -> str | None:
     AOTAutograd merges overlapping inputs, drops repeated inputs, and adds outputs for writes that it moves out of the
     graph.
     """
-    for name, values_of in (("input", _inputs), ("output", _outputs)):
+    for name, values_of in (("input", inputs_of), ("output", _outputs)):
         traced, expected = values_of(aten), values_of(region)
         if len(traced) != len(expected):
             return f"its aten graph has {len(traced)} {name}s instead of {len(expected)}"
@@ -153,7 +153,8 @@ def _difference(region: fx.GraphModule, aten: fx.GraphModule) -> str | None:
     return None
 
 
-def _inputs(graph_module: fx.GraphModule) -> list[Any]:
+def inputs_of(graph_module: fx.GraphModule) -> list[Any]:
+    """The values of a graph's inputs."""
     return [dynamo.example_value(node) for node in graph_module.graph.find_nodes(op="placeholder")]
 
 

@@ -21,6 +21,7 @@ from graphpass.compile.compilers import (
     TraceFunction,
     TraceOnce,
     compiler_named,
+    inputs_of,
     own_copy,
     trace_alone,
 )
@@ -208,15 +209,11 @@ def traced_regions(regions: Sequence[Any], trace: TraceFunction) -> dict[str, Re
 
 def _traced(region: Any, structure: Structure, trace: TraceFunction) -> GraphTrace:
     """The trace of a region that no AOT step compiles."""
-    examples = _examples(region)
+    examples = inputs_of(region.graph_module)
     written = WrittenInputs.of(examples, region.mutated_inputs)
     if written is not None and written.overlap(examples):  # AOTAutograd merges them, or fails to
         return GraphTrace(None, _WRITES_TO_SHARED)
     return trace_alone(trace, region.graph_module, structure.symbols)
-
-
-def _examples(region: Any) -> list[Any]:
-    return [dynamo.example_value(node) for node in region.graph_module.graph.find_nodes(op="placeholder")]
 
 
 def _assume(structure: Structure, artifact: CompiledRegion) -> bool:
@@ -235,7 +232,7 @@ def _compiled(
 ) -> CompiledRegion:
     """Compile one region. ``known`` are the facts when its key was computed; later facts become guards."""
     graph_module = region.graph_module
-    examples = _examples(region)
+    examples = inputs_of(region.graph_module)
     written = WrittenInputs.of(examples, region.mutated_inputs) if compiler.functionalizes else None
     problem = None
     if compiler.functionalizes and any(map(memory.is_lazy, examples)):  # guard: lazy_inputs

@@ -122,9 +122,10 @@ class SavedFiles:
         return file_for
 
     def remove(self, *names: str) -> None:
-        """Remove files, so that the next start writes them anew."""
+        """Remove files, so that the next start writes them anew; those that it may not remove stay."""
         for name in names:
-            (self.path / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                (self.path / name).unlink()
 
     def _named(self, prefix: str, suffix: str) -> list[str]:
         """The names that begin and end so, the newest first."""

@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, TypeAlias
 
 import sympy
 import torch
@@ -211,11 +211,6 @@ def is_zero(pad: Pad | None) -> bool:
     return is_number(pad) and pad == 0
 
 
-def is_infinite(pad: object) -> TypeGuard[float]:
-    """Whether ``pad`` is exactly an infinity."""
-    return isinstance(pad, float) and math.isinf(pad)
-
-
 def is_extreme(pad: Pad | None) -> bool:
     """Whether ``pad``, or its square in float32, may be infinite."""
     if isinstance(pad, float):
@@ -225,7 +220,8 @@ def is_extreme(pad: Pad | None) -> bool:
 
 def is_finite(pad: Pad | None) -> bool:
     """Whether entries of ``pad`` times zero are zero; unknown contents are assumed to be finite."""
-    return pad is not Approximate.NOT_FINITE and not is_infinite(pad.fill if isinstance(pad, Filled) else pad)
+    held = pad.fill if isinstance(pad, Filled) else pad
+    return held is not Approximate.NOT_FINITE and not (isinstance(held, float) and math.isinf(held))
 
 
 def shown(pad: Pad | None) -> Pad | None:
@@ -345,6 +341,8 @@ def _evaluated(evaluation: _Evaluation) -> Pad | None:
     called, keywords = operator_named(evaluation.op), dict(evaluation.arguments)
     entries = {name: value for name, value in keywords.items() if isinstance(value, Entry)}
     cases = list(itertools.product(*(entry.numbers() for entry in entries.values())))
+    if called is None:
+        return None
     is_exact = all(is_number(entry.pad) for entry in entries.values())
     numbers: list[bool | int | float] = []
     # Each case of exact numbers is computed by itself: a tensor without dimensions does not decide the type there.
@@ -353,10 +351,10 @@ def _evaluated(evaluation: _Evaluation) -> Pad | None:
             shape = (len(some),) if entry.has_dims or len(some) > 1 else ()
             keywords[name] = torch.tensor(column, dtype=entry.dtype, device="cpu").reshape(shape)
         try:
-            result = called(**keywords) if called is not None else None
+            result = called(**keywords)
         except Exception:
             return None
-        if result is None or result.numel() != len(some) or result.dtype.is_complex:
+        if result.numel() != len(some) or result.dtype.is_complex:
             return None
         numbers += result.flatten().tolist()
     if is_exact and len({repr(number + 0) for number in numbers}) == 1:

@@ -32,10 +32,10 @@ def layer() -> Any:
     return module(lambda self, x: self.linear(x).relu().chunk(2, -1)[0] * 2, linear=linear(4))
 
 
-def started(model: Any, folder: Path, **options: Any) -> tuple[Any, gp.GraphRuntime]:
+def started(model: Any, folder: Path) -> tuple[Any, gp.GraphRuntime]:
     torch.compiler.reset()
     rt = gp.GraphRuntime()
-    return captured(model, rt, warm_start=folder, capture_sizes=[4, 16], progress=False, **options), rt
+    return captured(model, rt, warm_start=folder, capture_sizes=[4, 16], progress=False), rt
 
 
 def test_variants_that_were_chosen_are_loaded(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
