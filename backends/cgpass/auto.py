@@ -28,7 +28,6 @@ from cgpass.nograph import (
     EMPTY,
     FASTER_WITHOUT,
     FIRST_CALLS,
-    NO_ROOM,
     NUMBER_IN_KEY,
     OTHER_INPUTS,
     FailedCaptures,
@@ -43,7 +42,7 @@ from graphpass.capture.scope import CaptureScope
 from graphpass.capture.staging import storage_id
 from graphpass.capture.wrapper import CUDAGraphWrapper
 from graphpass.compat import memory
-from graphpass.dispatch.recurring import RecurringKey, RecurringSize
+from graphpass.dispatch.recurring import NO_ROOM, RecurringKey, RecurringSize
 from graphpass.keys import BatchDescriptor
 from graphpass.ledger import CountedReason, Reason, Row, named_sizes
 from graphpass.options import Settings

@@ -10,7 +10,7 @@ from dataclasses import astuple
 import torch
 
 from cgpass.keyrules import AutoRules
-from graphpass.capture.cuda import PROCESS_MEMORY
+from graphpass.capture.cuda import PROCESS_MEMORY, total_bytes
 from graphpass.capture.replay import GraphEntry
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.dispatch.recurring import (
@@ -46,7 +46,6 @@ class ExactGraphs:
         self._runs_alone = rules.mode is CUDAGraphMode.FULL and not never_without
         #: {key: (its calls, the times of keys like it, its rows)}
         self._ran = ran = dict[BatchDescriptor, tuple[Row, Times, int]]()
-        device_bytes = torch.cuda.get_device_properties(device).total_memory if self._is_timed else 0
         compiled = [astuple(record.seconds) for record in runtime.callables() if record.name == name]
         compile_s = sum(map(sum, compiled)) * self._is_timed
         self._captures = captures = Row()
@@ -58,7 +57,7 @@ class ExactGraphs:
         # Neither function refers to this object: the graphs of all callables count as long as ``sizes`` lives.
         self.sizes = ExactSizes(
             PROCESS_MEMORY.shared(OwnGraphs, device),
-            bytes_allowed(settings.graph_bytes, device_bytes, has_ladder=bool(settings.capture_sizes)),
+            bytes_allowed(settings.graph_bytes, total_bytes(device), has_ladder=bool(settings.capture_sizes)),
             calls=lambda: sum(row.n for row, _, _ in list(ran.values())),
             spent=spent,
             captures_as=None if self._is_timed else _REPLAYS_A_CAPTURE.__mul__,

@@ -17,7 +17,6 @@ _log = logging.getLogger("graphpass")
 FIRST_CALLS = Reason(OF_A_NEW_KEY, "", is_expected=True)
 EMPTY = Reason("an input has no elements", "", is_expected=True)
 OTHER_INPUTS = Reason("the graph of this size is for other static inputs", "", is_expected=True)
-NO_ROOM = Reason("sizes that recur stay padded: the graphs for other sizes take graph_bytes", "raise graph_bytes")
 FASTER_WITHOUT = Reason("a run without a graph is faster than the graphs that hold the size", "", is_expected=True)
 CHECKED = Reason("the check found that padding changes results", "", is_expected=True)
 NUMBER_IN_KEY = Reason(

@@ -33,6 +33,11 @@ _AUTO_FREE_ON_LAUNCH, _USE_NODE_PRIORITY = 1, 8
 _AS_TORCH_MAKES_THEM = ctypes.c_ulonglong(_AUTO_FREE_ON_LAUNCH | _USE_NODE_PRIORITY)
 
 
+def total_bytes(device: torch.device) -> int:
+    """The memory of a GPU; 0 for the CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
 class CudaDevice:
     """Captures CUDA graphs of one GPU into one memory pool.
 

@@ -255,6 +255,23 @@ class GraphRuntime:
         self._wrappers = [weakref.ref(of) for of in (*alive, wrapper)]
         self.lease.shows_stale |= shows_stale
 
+    def drop(self, keys: Iterable[tuple[CUDAGraphMode, BatchDescriptor]]) -> bool:
+        """Drop the graphs of keys, unless a forward uses the pool; returns whether it did."""
+        with self.lease.turn.unused() as is_unused:
+            if is_unused:
+                wrappers = [(wrapper, key) for mode, key in keys for wrapper in self._alive() if wrapper.mode is mode]
+                self.lease.drop([entry for wrapper, key in wrappers for entry in wrapper.take(key)])
+        return is_unused
+
+    @contextlib.contextmanager
+    def uncounted(self, mode: CUDAGraphMode, key: BatchDescriptor) -> Iterator[None]:
+        """Do not count replays of a key in the body: they serve no call."""
+        with contextlib.ExitStack() as stack:
+            for wrapper in self._alive():
+                if wrapper.mode is mode:
+                    stack.enter_context(wrapper.uncounted(key))
+            yield
+
     def adopt_dispatcher(self, dispatcher: _OwnsBuffers) -> None:
         """Count the bytes of a dispatcher's buffers, and close it with the runtime, by weak reference."""
         self._dispatchers.append(weakref.ref(dispatcher))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -182,6 +182,14 @@ class CudagraphDispatcher:
             DispatchError: the descriptor does not name a field.
         """
         return self._grid.fields(descriptor)
+
+    def at_size(self, descriptor: BatchDescriptor, num_tokens: int) -> BatchDescriptor:
+        """A key like ``descriptor`` for exactly so many tokens, of a dispatcher with a field ``num_tokens``."""
+        num_reqs = descriptor.num_reqs
+        if num_reqs is not None and (descriptor.uniform or "num_reqs" not in self.capture_fields):
+            query_len = self.uniform_decode_query_len if descriptor.uniform else 1
+            num_reqs = min(num_reqs, num_tokens // query_len)
+        return replace(descriptor, num_tokens=num_tokens, num_reqs=num_reqs)
 
     def read(
         self, num_tokens: int | None = None, *, num_reqs: int | None = None, extra: Extra = ()

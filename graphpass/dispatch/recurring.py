@@ -20,6 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from graphpass.keys import BatchDescriptor
 from graphpass.ledger import Reason
@@ -249,11 +250,12 @@ LEAST_BYTES = 64 << 20
 _SHARE_OF_DEVICE = 0.01
 _CALLS_A_STEP, _HALF_LIFE = 64, 1024
 _FASTER_WITHOUT = 0.9
-_NOISE = 0.01  # of a measured time; a smaller gain is none
+NOISE = 0.01  # of a measured time; a smaller gain is none
 _SLACK = 0.5  # a size goes before others that cost up to twice as much
 _HYSTERESIS = 1.25  # a graph makes room only for one that saves this much more
 _MOST_SIZES, _MOST_LOSSES = 4096, 2
 _NEVER = math.inf
+NO_ROOM = Reason("sizes that recur stay padded: the graphs for other sizes take graph_bytes", "raise graph_bytes")
 
 Seconds = Callable[[], float | None]
 """The median seconds of a graph's replay; None while the device has not finished them."""
@@ -340,7 +342,7 @@ class RecurringSize:
         at_key, at_size = self.replayed.at(self.key_rows), self.replayed.at(self.rows)
         if at_key is None or at_size is None:
             return 0.0
-        return at_key - at_size if at_size < (1 - _NOISE) * at_key else 0.0
+        return at_key - at_size if at_size < (1 - NOISE) * at_key else 0.0
 
     def is_faster_without(self) -> bool:
         """Whether a run without a graph takes clearly less time than the padded graph, as with a lot of padding."""
@@ -362,14 +364,18 @@ class OwnGraph:
     drop: Callable[[], bool]  #: drop it, unless a forward uses its pool; returns whether it was dropped
 
 
+class _HasGraphs(Protocol):
+    def graphs(self) -> list[tuple[OwnGraph, float]]: ...
+
+
 class OwnGraphs:
     """The graphs for sizes that recur on one device, of all runtimes of the process: one bound holds for all."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._owners: weakref.WeakSet[ExactSizes] = weakref.WeakSet()
+        self._owners: weakref.WeakSet[_HasGraphs] = weakref.WeakSet()
 
-    def adopt(self, owner: ExactSizes) -> None:
+    def adopt(self, owner: _HasGraphs) -> None:
         """Count the graphs of ``owner``, by weak reference."""
         with self._lock:
             self._owners.add(owner)
@@ -507,7 +513,7 @@ class ExactSizes:
         if exact is None or padded is None:
             size.asks_at = size.replays + 1
             return False
-        return exact >= (1 - _NOISE) * padded or not self._is_in_bounds()  # guard: exact_no_faster
+        return exact >= (1 - NOISE) * padded or not self._is_in_bounds()  # guard: exact_no_faster
 
     def _wants(self, size: RecurringSize) -> bool:
         size.asks_at = size.replays + 1

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,8 +22,8 @@ import torch
 
 from graphpass.encoder.planner import PackingCosts, one_by_one, replay_cost
 from graphpass.encoder.protocol import EncoderGraphKey, EncoderItemSpec
+from graphpass.ladder.traffic import timed_s
 
-_RUNS = 3
 _TIMED_SIZES = 12
 _FILLED = 0.95
 """Examples of other items are compared if they have at least this share of the usual example's tokens."""
@@ -209,25 +207,8 @@ def _curve(usual: Sequence[_Timing], of_items: ItemCosts) -> EagerCurve:
     return EagerCurve(tuple(by_tokens), tuple(by_tokens.values()))
 
 
-def timed_s(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one run: the median of three runs after a warm-up."""
-    seconds = []
-    for _ in range(1 + _RUNS):
-        _wait(device)
-        started = time.perf_counter()
-        run()
-        _wait(device)
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds[1:])
-
-
 def spread(keys: Sequence[EncoderGraphKey], most: int) -> list[EncoderGraphKey]:
     """At most ``most`` (at least 2) of ``keys``, evenly spaced, including the first and the last."""
     if len(keys) <= most:
         return list(keys)
     return [keys[round(index * (len(keys) - 1) / (most - 1))] for index in range(most)]
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -7,8 +7,9 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ class EncoderLadder:
         graphs = EncoderGraphs(self, graph_pool)
         try:
             with graphs.runtime.capturing():
-                budgets, failed = self._capture_keys(graphs, fits)
+                budgets, failed = self._capture_keys(graphs, self.keys, fits)
             captured = list(budgets)
             planner = self.planner(captured, self._costs(graphs, captured))  # guard: encoder_failed_budget
             state = ModelState.of_object(self.model)
@@ -105,6 +106,19 @@ class EncoderLadder:
             graphs.close()
             raise
         return CapturedEncoder(graphs, budgets, tuple(failed), planner, state)
+
+    def extend(self, captured: CapturedEncoder) -> CapturedEncoder:
+        """Capture the keys that ``captured`` lacks beside its graphs, and measure the costs of all keys again."""
+        graphs, present = captured.graphs, captured.budgets
+        without = {key for key, _ in captured.failed}
+        new = [key for key in self.keys if key not in present and key not in without]
+        with graphs.runtime.capturing():
+            budgets, failed = self._capture_keys(graphs, new, self._what_fits(), present)
+        keys = [key for key in self.keys if key in budgets]
+        planner = self.planner(keys, self._costs(graphs, keys))
+        graphs.memory.settle()
+        known = {key: budgets[key] for key in keys}
+        return replace(captured, budgets=known, failed=(*captured.failed, *failed), planner=planner)
 
     def estimate(self) -> MemoryEstimate:
         """Estimate the memory that :meth:`capture` needs, from at most three captures in a throwaway pool."""
@@ -123,7 +137,7 @@ class EncoderLadder:
             graphs.close()
 
     def _by_descriptor(self) -> dict[Key, EncoderGraphKey]:
-        return {(CUDAGraphMode.FULL, key.descriptor): key for key in self.keys}
+        return {_named(key): key for key in self.keys}
 
     def _what_fits(self) -> PoolModel:
         """An estimate of the pool's growth if there is a limit on it, else an empty estimate."""
@@ -133,13 +147,21 @@ class EncoderLadder:
         return NOTHING_ESTIMATED.pool
 
     def _capture_keys(
-        self, graphs: EncoderGraphs, fits: PoolModel
+        self,
+        graphs: EncoderGraphs,
+        missing: Sequence[EncoderGraphKey],
+        fits: PoolModel,
+        present: Mapping[EncoderGraphKey, CapturedGraph] = MappingProxyType({}),
     ) -> tuple[dict[EncoderGraphKey, CapturedGraph], list[tuple[EncoderGraphKey, Reason]]]:
-        """Capture the keys. Returns the captured budgets, and (key, reason) of the keys without a graph."""
+        """Capture the ``missing`` keys beside ``present`` ones.
+
+        Returns all captured budgets, and (key, reason) of the keys that have no graph since.
+        """
         keys, most = self._by_descriptor(), self.options.max_pool_bytes
-        budgets: dict[EncoderGraphKey, CapturedGraph] = {}
+        wanted, captured = [_named(key) for key in missing], [_named(key) for key in present]
+        budgets: dict[EncoderGraphKey, CapturedGraph] = dict(present)
         failed: list[tuple[EncoderGraphKey, Reason]] = []
-        with capture_progress(self.keys, self.options.progress) as progress:
+        with capture_progress(wanted, self.options.progress) as progress:
 
             def leave_out(of: Key, why: Reason) -> None:
                 failed.append((keys[of], why))
@@ -161,7 +183,7 @@ class EncoderLadder:
                 failed.clear()
 
             pool = KeyPool(graphs.runtime.pool_bytes, capture, drop)
-            left_out = capture_within(most, pool, (), list(keys), fits)  # guard: encoder_pool_bound
+            left_out = capture_within(most, pool, captured, wanted, fits)  # guard: encoder_pool_bound
         too_much = Reason(
             f"the pool would be larger than max_pool_bytes={most}",
             "raise max_pool_bytes, or pass fewer token_budgets: their items replay a larger budget or run eagerly",
@@ -206,6 +228,10 @@ class EncoderLadder:
                 raise
 
         return TimedExample(load, replay, eager_if_there_is_memory)
+
+
+def _named(key: EncoderGraphKey) -> Key:
+    return (CUDAGraphMode.FULL, key.descriptor)
 
 
 class EncoderGraphs:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.settings import capture_settings
 from graphpass.capture.staging import storage_id
+from graphpass.dispatch.recurring import LEAST_REPLAYS
 from graphpass.encoder.graphs import CapturedEncoder, EncoderLadder, check_outputs, eager_outputs
 from graphpass.encoder.options import EncoderOptions, checked_config, keys_of
 from graphpass.encoder.planner import BatchPlanner, PackedBatch
@@ -32,7 +34,7 @@ from graphpass.encoder.protocol import (
 )
 from graphpass.encoder.sharding import encoded_by_all
 from graphpass.encoder.stats import EAGER, OTHER_SETTING, REPLAYED, REQUEST, EncoderStats
-from graphpass.errors import CaptureError, EncoderConfigError
+from graphpass.errors import CaptureError, EncoderConfigError, positive
 from graphpass.keys import CUDAGraphMode
 from graphpass.ladder.estimate import NOTHING_ESTIMATED, MemoryEstimate
 from graphpass.ledger import Ledger
@@ -162,6 +164,53 @@ class EncoderCudaGraphManager:
             self._graph_pool = graph_pool
             self._captured, self._is_to_recapture = self._ladder.capture(graph_pool), False
             self._ledger.rows("encoder", OTHER_SETTING).clear()
+
+    def adapt(self, max_graphs: int = 8) -> tuple[int, ...]:
+        """Capture a budget of its own for each batch size that padding has served at least three times.
+
+        Call it between requests. Sizes come in the order of the tokens that padding has added. The costs of all budgets
+        are measured again, and the new budgets stay when the encoder is captured again.
+
+        Args:
+            max_graphs: most budgets to add now; a budget has a graph for each path and axis value.
+
+        Returns:
+            The output tokens of the new budgets, ascending.
+
+        Raises:
+            CaptureError: the encoder is not captured.
+            EncoderConfigError: ``max_graphs`` is below 1, or ``costs`` of the user name no cost for a new budget.
+        """
+        positive(max_graphs, "max_graphs", error=EncoderConfigError)
+        with self._lock, capture_settings():
+            captured = self._captured
+            if captured is None or not captured.budgets:
+                raise CaptureError(
+                    "the encoder has no graphs to adapt to its traffic",
+                    expected="capture() before adapt()",
+                    found="no graphs",
+                    remedy="call capture()" if self._options.enable else "set enable=True, and call capture()",
+                )
+            more = self._recurring(sorted({key.tokens for key in captured.budgets}), max_graphs)
+            if more:
+                known = [*more, *(key.tokens for key in self._ladder.keys)]
+                of_range = self._model.get_encoder_cudagraph_budget_range()
+                keys = keys_of(self._options, self._config, of_range, known)
+                ladder = replace(self._ladder, keys=keys)
+                captured = ladder.extend(captured)
+                self._captured, self._ladder = captured, ladder
+            return tuple(sorted({key.tokens for key in captured.budgets}.intersection(more)))
+
+    def _recurring(self, budgets: Sequence[int], most: int) -> list[int]:
+        """The sizes of batches that padding has served often, those with the most padding first."""
+        ladder = {key.tokens for key in self._ladder.keys}
+        padding = {
+            tokens: times * (budgets[bisect_left(budgets, tokens)] - tokens)
+            for tokens, times in self._ledger.sizes["tokens"].items()
+            # guard: encoder_adapted_after_replays
+            if times >= LEAST_REPLAYS and tokens <= budgets[-1] and tokens not in ladder
+        }
+        return sorted(padding, key=padding.__getitem__, reverse=True)[:most]
 
     def estimate(self) -> MemoryEstimate:
         """Estimate the memory that :meth:`capture` needs, from at most three captures in a throwaway pool.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -155,9 +155,12 @@ def _contradiction(name: str, expected: str, found: object) -> EncoderConfigErro
 
 
 def keys_of(
-    options: EncoderOptions, config: EncoderCudaGraphConfig, budget_range: tuple[int, int]
+    options: EncoderOptions,
+    config: EncoderCudaGraphConfig,
+    budget_range: tuple[int, int],
+    more: Collection[int] = (),
 ) -> tuple[EncoderGraphKey, ...]:
-    """The key of every graph, the largest budget first."""
+    """The key of every graph, the largest budget first; ``more`` are budgets below it beside the ladder's."""
     minimum, maximum = budget_range
     combinations = [
         (path, tuple(zip((axis.name for axis in config.axes), values, strict=True)))
@@ -174,7 +177,7 @@ def keys_of(
     most_items = options.max_items_per_batch or config.max_items or _USUAL_ITEMS
     most_frames = _frames_of(options, config)
     keys = []
-    for budget in reversed(budgets):
+    for budget in sorted({*budgets, *more}, reverse=True):
         most_smallest = max(1, budget // minimum)  # as many of the smallest items fit
         # Frames of a clip may be smaller than the smallest item, so the largest budget allows all frames.
         frames = most_frames

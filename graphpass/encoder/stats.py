@@ -118,7 +118,8 @@ class EncoderStats:
         """
         figures, captured = compiled.figures(subject), None if graphs is None else graphs.figures(subject)
         budgets = tuple(sorted({budget.captured.descriptor.num_tokens for budget in self.budgets}))
-        sizes = SizeTraffic("tokens", "token_budgets", self.histogram, budgets, at_least=budgets[-1] if budgets else 0)
+        largest = budgets[-1] if budgets else 0
+        sizes = SizeTraffic("tokens", "token_budgets", self.histogram, budgets, at_least=largest, adapts=True)
         group = captured_group("encoder", [budget.captured for budget in self.budgets])
         return replace(
             figures,

@@ -6,16 +6,20 @@ A captured key has its replay plan and arguments, see Note [Steps without Dynamo
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
+from graphpass.capture.cuda import PROCESS_MEMORY, total_bytes
 from graphpass.capture.replay import ContextReads, ReplayPlan
 from graphpass.capture.scope import CaptureScope
 from graphpass.capture.settings import replay_settings
 from graphpass.compat import trees
+from graphpass.dispatch.recurring import LEAST_REPLAYS, NO_ROOM, NOISE, OwnGraph, OwnGraphs, bytes_allowed
 from graphpass.engine.buffers import PaddedInputs, RealInputs, Sizes
 from graphpass.engine.model import Model, fields_named, nothing_reached
 from graphpass.engine.recipe import Recipe, leaf_sources
@@ -24,22 +28,24 @@ from graphpass.errors import CaptureError, StaticInputError
 from graphpass.keys import CUDAGraphMode
 from graphpass.ladder.estimate import DeviceMemory, Key, KeyPool, MemoryEstimate, PoolModel, capture_within, estimated
 from graphpass.ladder.modelstate import ModelState
-from graphpass.ladder.traffic import CapturedGraph
+from graphpass.ladder.traffic import CapturedGraph, timed_s
 from graphpass.ledger import Row
 from graphpass.progress import capture_progress
 from graphpass.ranks.conversation import AgreedSteps
 
+_TIMED_STEPS = 10
 _MOST_STEPS = 512
 """The real sizes of which a captured key keeps what their steps look up; beyond it, all are looked up again."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class KnownStep:
     """What the first step of a captured key at one real size has looked up, for all later ones."""
 
     inputs: RealInputs
     views: list[Any]  #: the leaves of the result: views of the output buffers at the real size
     row: Row  #: the counts of the key's replays
+    replays: int = 0  #: steps at this size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +71,9 @@ Checked: TypeAlias = dict[CapturedKey, Any]
 """{captured key whose weights and settings are known to be those of the capture: the attention metadata of its last
 step, whose fields are known to be those that the graph reads}"""
 
+StepOf: TypeAlias = Callable[[Key, CapturedKey], Callable[[], object]]
+"""Makes a step of a captured key over padding alone."""
+
 
 class CapturedKeys:
     """The captured keys of a manager; captures missing ones and drops all of them on :meth:`close`."""
@@ -78,6 +87,10 @@ class CapturedKeys:
         self._by_key: dict[Key, CapturedKey] = {}
         self.costs: dict[Key, CapturedGraph] = {}  #: in the order of capture; steps of replaced weights included
         self.left_out: tuple[Key, ...] = ()  #: keys that were not captured because of ``max_bytes``
+        self._own: set[Key] = set()  # keys of recurring sizes
+        self._no_faster: set[Key] = set()  # keys of recurring sizes whose graphs were no faster than the padded ones
+        self._shared = PROCESS_MEMORY.shared(OwnGraphs, model.inputs.device)
+        self._shared.adopt(self)
 
     def missing(self) -> list[Key]:
         """The keys without a graph, in the order of capture."""
@@ -111,9 +124,7 @@ class CapturedKeys:
         limited = self._on_some_rank(max_bytes is not None)
         fits = self.estimate().pool if limited else PoolModel({}, {}, {})
         with (
-            replay_settings(),
-            self._inputs.restoring(),
-            self._model.restoring_state(),  # guard: manager_state
+            self._changed(),
             self._runtime.capturing(by_calls=False),
             # Here, because the first run may have removed the FULL keys.
             capture_progress(missing := self.missing(), self._model.settings.progress) as progress,
@@ -203,12 +214,7 @@ class CapturedKeys:
             self._by_key = {other: one for other, one in self._by_key.items() if one.model is not stale}
             del captured, stale
         self._runtime.lease.order_after_last_forward()
-        with (
-            replay_settings(),
-            self._inputs.restoring(),
-            self._model.restoring_state(),
-            self._runtime.scopes.opened(),
-        ):
+        with self._changed(), self._runtime.scopes.opened():
             return self._capture(key)
 
     def _is_valid(self, captured: CapturedKey) -> bool:
@@ -228,9 +234,21 @@ class CapturedKeys:
         known = captured.steps[tuple(sizes.values())] = KnownStep(inputs, captured.recipe.views(sizes), row)
         return known
 
+    @contextlib.contextmanager
+    def _changed(self) -> Iterator[None]:
+        """Run the model under the settings of a replay, and restore its inputs and its state after the body."""
+        with (
+            replay_settings(),
+            self._inputs.restoring(),
+            self._model.restoring_state(),  # guard: manager_state
+        ):
+            yield
+
     def _capture(self, key: Key) -> CapturedKey:
-        captured = self._by_key[key] = self._captured(key)
-        self.costs[key] = captured.cost
+        return self._add(key, self._captured(key))
+
+    def _add(self, key: Key, captured: CapturedKey) -> CapturedKey:
+        self._by_key[key], self.costs[key] = captured, captured.cost
         self._dispatcher.mark_captured(*key)
         return captured
 
@@ -240,12 +258,15 @@ class CapturedKeys:
         model, recipe = self._model, self._model.recipe()
         inputs = self._inputs.at(model.sizes_of(descriptor))
         before, started = self._memory.reading(), time.perf_counter()
+        compiled = self._runtime.compiled()
         with self._scope_of(key, recipe, inputs) as scope:
             assert scope.prepare is not None
             metadata = scope.prepare()
             context = model.context(metadata, inputs, mode, descriptor, descriptor.num_tokens)
             with context, model.hooked(mode), fields_named(model.attention, metadata):
                 result = model.compiled(**inputs.arguments)
+                if self._runtime.compiled() > compiled:  # the sizes of the first run do not cover it, as a single token
+                    model.save_call(inputs)  # guard: saved_calls_of_sizes
         if not scope.reached:
             raise nothing_reached(f"{mode} {descriptor}")
         model.check_graphs(scope.reached, inputs)  # guard: manager_mixing_of_sizes
@@ -306,6 +327,91 @@ class CapturedKeys:
             "is_bare": plan is not None and mode is CUDAGraphMode.FULL and not has_context,
         }
 
+    # -- sizes that recur ---------------------------------------------------------------------------------------------
+
+    def adapt(self, max_graphs: int, step_of: StepOf) -> tuple[Key, ...]:
+        """Capture a key for each size that padding keeps serving, see :meth:`CudaGraphManager.adapt`.
+
+        ``step_of`` makes a step of a captured key over padding alone, to be timed.
+        """
+        self.refuse_none_captured()
+        under = self._recurring(max_graphs)
+        found = self._captured_within(list(under))
+        faster: dict[Key, CapturedKey] = {}
+        with self._changed():
+            for key, captured in found.items():
+                padded = under[key]
+                own_s, padded_s = (
+                    self._seconds(*step, step_of) for step in ((key, captured), (padded, self._by_key[padded]))
+                )
+                if own_s < (1 - NOISE) * padded_s:  # guard: adapted_if_faster
+                    faster[key] = captured
+        for key, captured in faster.items():
+            self._dispatcher.add_key(*key)
+            self._own.add(key)
+            self._add(key, captured)
+        self._no_faster |= found.keys() - faster.keys()
+        self._drop(found.keys() - faster.keys())
+        return tuple(faster)
+
+    def graphs(self) -> list[tuple[OwnGraph, float]]:
+        """The graphs of recurring sizes, for the bound of the process; a manager does not give them back for others."""
+        captured = [self._by_key.get(key) for key in list(self._own)]
+        return [(OwnGraph(_bytes_of(one), drop=lambda: False), math.inf) for one in captured if one is not None]
+
+    def _recurring(self, most: int) -> dict[Key, Key]:
+        """{key of a size: the padded key that serves it}, the sizes with the most padding first."""
+        replays: Counter[tuple[Key, Key]] = Counter()
+        if "num_tokens" in self._dispatcher.capture_fields:
+            for key, captured in self._by_key.items():
+                for known in captured.steps.values():
+                    own = (key[0], self._dispatcher.at_size(key[1], known.inputs.sizes["num_tokens"]))
+                    replays[own, key] += known.replays
+        padding = {
+            (own, key): times * (key[1].num_tokens - own[1].num_tokens)
+            for (own, key), times in replays.items()
+            # guard: adapted_after_replays
+            if times >= LEAST_REPLAYS and own not in self._by_key and own not in self._no_faster
+        }
+        return dict(sorted(padding, key=padding.__getitem__, reverse=True)[:most])
+
+    def _captured_within(self, keys: Sequence[Key]) -> dict[Key, CapturedKey]:
+        """Capture the keys, in this order, as far as ``graph_bytes`` allows; none of them serves steps yet."""
+        settings, device = self._model.settings, self._inputs.device
+        limit = bytes_allowed(settings.graph_bytes, total_bytes(device), has_ladder=False)
+        room = (limit or 0) - self._shared.num_bytes()
+        expected = sum(map(_bytes_of, self._by_key.values())) // max(1, len(self._by_key))
+        found: dict[Key, CapturedKey] = {}
+        with (
+            self._changed(),
+            self._runtime.capturing(by_calls=False),
+            capture_progress(keys, settings.progress) as progress,
+        ):
+            for key in keys:
+                if not limit or expected > room:  # guard: adapted_bytes
+                    self._runtime.warn(NO_ROOM.why, NO_ROOM.remedy, at=f"{key[0]} {key[1]}", is_recorded=True)
+                    break
+                progress.set_postfix_str(f"{key[0]} {key[1]}")
+                found[key] = self._captured(key)
+                room -= _bytes_of(found[key])
+                progress.update()
+        if room < 0:  # the last one takes more than was expected
+            self._drop([found.popitem()[0]])
+        return found
+
+    def _seconds(self, key: Key, captured: CapturedKey, step_of: StepOf) -> float:
+        """Seconds of a step of a key; on the CPU, where time is no measure, its tokens."""
+        device = self._inputs.device
+        if device.type == "cpu":
+            return float(key[1].num_tokens)
+        return timed_s(step_of(key, captured), device, runs=_TIMED_STEPS)
+
+    def _drop(self, keys: Collection[Key]) -> None:
+        """Drop graphs that serve no steps; those of all other keys stay valid."""
+        if keys and self._runtime.drop(keys):
+            generation = self._runtime.lease.generation
+            self._by_key = {key: replace(one, generation=generation) for key, one in self._by_key.items()}
+
     # -- closing ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -318,6 +424,7 @@ class CapturedKeys:
     def _drop_graphs(self) -> None:
         self._by_key.clear()
         self.costs.clear()
+        self._no_faster.clear()
         self._dispatcher.forget_captured()
         self._runtime.close()
 
@@ -329,3 +436,9 @@ def _moved_weights(key: Key, remedy: str) -> StaticInputError:
         found="other tensors, or other addresses",
         remedy=remedy,
     )
+
+
+def _bytes_of(captured: CapturedKey) -> int:
+    """The pool's growth and the driver's by the capture of a key."""
+    memory = captured.cost.memory
+    return max(0, memory.pool_bytes + memory.driver_bytes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -21,15 +21,15 @@ from graphpass.dispatch.dispatcher import CudagraphDispatcher
 from graphpass.dispatch.keys import Dispatch, DispatchReason
 from graphpass.engine.batch import AttentionMetadataBuilder, Batch, ForwardHooks, InputSpec
 from graphpass.engine.buffers import InputBuffers, RealInputs, Sizes
-from graphpass.engine.captured import CapturedKey, CapturedKeys, Checked
+from graphpass.engine.captured import CapturedKey, CapturedKeys, Checked, KnownStep
 from graphpass.engine.model import GraphChecks, Model, fields_named
 from graphpass.engine.stats import ManagerStats
-from graphpass.errors import CaptureError, OptionError, ShapeError
+from graphpass.errors import CaptureError, OptionError, ShapeError, positive
 from graphpass.keys import BatchDescriptor, CUDAGraphMode, resolve_mode
 from graphpass.ladder.estimate import Key, MemoryEstimate
 from graphpass.ladder.modelstate import modules_of
 from graphpass.ladder.traffic import Traffic
-from graphpass.ledger import Ledger
+from graphpass.ledger import Ledger, Row
 from graphpass.ranks.conversation import IDLE_TOKENS, AgreedSteps
 from graphpass.ranks.decision import AgreedStep
 from graphpass.ranks.group import DataParallelAgreement
@@ -178,6 +178,35 @@ class CudaGraphManager:
         """
         self.close()
         self.capture(max_bytes)
+
+    def adapt(self, max_graphs: int = 8) -> tuple[Key, ...]:
+        """Capture a graph of its own for each size that padding has served at least three times.
+
+        Call it between requests: a size that the model is not compiled for, as a single token, is compiled first. Sizes
+        come in the order of the tokens that padding has added, and a graph that is no faster than the padded one is
+        dropped. All such graphs of the process take at most ``graph_bytes``. Like a capture, it overwrites the results
+        of the last run.
+
+        Args:
+            max_graphs: most graphs to capture now.
+
+        Returns:
+            (mode, key) of the new graphs.
+
+        Raises:
+            CaptureError: nothing has been captured yet, or a key could not be captured; the error names the key.
+            OptionError: ``max_graphs`` is below 1, or the manager has an agreement, whose ranks would differ in keys.
+        """
+        positive(max_graphs, "max_graphs")
+        if self._ranks is not None:  # guard: adapted_alone
+            raise OptionError(
+                "ranks cannot adapt to their own traffic",
+                expected="a manager without an agreement",
+                found="an agreement of data-parallel ranks, which run the same keys",
+                remedy="create the dispatchers of all ranks with these sizes (report().suggested_sizes())",
+            )
+        with self._turn:
+            return self._captured.adapt(max_graphs, self._example_step)
 
     def run(self, batch: Batch) -> Any:
         """Run a batch: replay the graph of its key, or run the compiled model if no key fits.
@@ -339,6 +368,20 @@ class CudaGraphManager:
         known = captured.steps.get(tuple(step.sizes.values()))
         if known is None:
             known = self._captured.first_step(captured, step.sizes, self._replays[key])
+        result = self._replayed(step, batch, captured, known, checked)
+        known.replays += 1
+        row = known.row
+        row.n += 1
+        row.items += 1
+        row.real += batch.num_tokens
+        self._sizes[batch.num_tokens] += 1
+        return result
+
+    def _replayed(
+        self, step: _NextStep, batch: Batch, captured: CapturedKey, known: KnownStep, checked: Checked
+    ) -> Any:
+        """The result of a step over the graph of a key; counts nothing."""
+        decision = step.decision
         with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
             if captured.is_bare and not self._is_hooked:  # no forward context is made, as the graph reads none
                 plan, lease = captured.plan, self._model.runtime.lease
@@ -353,15 +396,25 @@ class CudaGraphManager:
             else:
                 if self._is_hooked or captured.plan is None or decision.mode is not CUDAGraphMode.FULL:
                     checked.clear()  # guard: attended_steps
+                key = (decision.mode, decision.descriptor)
                 self._forward(key, known.inputs, captured, step, batch, checked)
             known.inputs.copy_back(batch.inputs, captured.recipe.mutated)
-            result = captured.recipe.result(known.views)
-        row = known.row
-        row.n += 1
-        row.items += 1
-        row.real += batch.num_tokens
-        self._sizes[batch.num_tokens] += 1
-        return result
+            return captured.recipe.result(known.views)
+
+    def _example_step(self, key: Key, captured: CapturedKey) -> Callable[[], object]:
+        """A step of a captured key over padding alone, which is not counted."""
+        mode, descriptor = key
+        sizes = dict.fromkeys(self._inputs.largest, 0)
+        step = _NextStep(Dispatch(mode, descriptor, DispatchReason.EXACT), sizes)
+        batch = Batch(0, attention=self._model.example(descriptor))
+        known = KnownStep(self._inputs.real(sizes, captured.inputs), captured.recipe.views(sizes), Row())
+        checked: Checked = {captured: None}
+
+        def run() -> None:
+            with self.runtime.uncounted(mode, descriptor):
+                self._replayed(step, batch, captured, known, checked)
+
+        return run
 
     def _without_graph(self, step: _NextStep, batch: Batch) -> Any:
         """Run the compiled model over a batch at its real number of tokens."""

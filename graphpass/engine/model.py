@@ -104,6 +104,10 @@ class Model:
         self._recipe: Recipe | None = None
         self._checked: set[Any] = set()
 
+    def save_call(self, inputs: PaddedInputs) -> None:
+        """Save Dynamo's work for calls with these inputs, with ``warm_start``."""
+        self._saved.save(entry_of(self._model), tuple(self.inputs.tensors), (), inputs.arguments)
+
     def find_modules(self) -> None:
         """Update :attr:`modules` to the model's current modules."""
         self.modules = modules_of(self._model)
@@ -289,7 +293,7 @@ class Model:
                     versions = versions_of(inputs.buffers)
                     result = self.compiled(**inputs.arguments)
                     written = written_since(inputs.buffers, versions)
-                    self._saved.save(entry_of(self._model), tuple(self.inputs.tensors), (), inputs.arguments)
+                    self.save_call(inputs)
                     if not scope.reached:
                         raise nothing_reached(f"{sizes['num_tokens']} tokens")
                     for call in scope.reached:

@@ -149,7 +149,8 @@ class ManagerStats:
         """
         of_runtime = runtime.figures(subject)
         keys = tuple(self._key_uses(runtime.uses()))
-        sizes = SizeTraffic("num_tokens", "capture_sizes", self.histogram, captured_sizes(keys, "num_tokens"))
+        known = captured_sizes(keys, "num_tokens")
+        sizes = SizeTraffic("num_tokens", "capture_sizes", self.histogram, known, adapts=True)
         places = tuple(f"{mode} {key}" for mode, key in self.left_out)
         remedy = "raise max_bytes, or leave sizes out of capture_sizes"
         left_out = Problem("not captured", "the graph pool would exceed max_bytes", places, remedy=remedy)

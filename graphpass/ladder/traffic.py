@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+import statistics
+import time
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
+
+import torch
 
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.ladder.estimate import Key
@@ -76,3 +80,20 @@ def captured_group(name: str, graphs: Collection[CapturedGraph]) -> CapturedGrou
     """Time and memory of the captures of one group of keys."""
     memory = MemoryGrowth.sum_of(graph.memory for graph in graphs)
     return CapturedGroup(name, len(graphs), sum(graph.seconds for graph in graphs), memory)
+
+
+def timed_s(run: Callable[[], object], device: torch.device, *, runs: int = 3) -> float:
+    """Seconds of one run: the median of ``runs`` runs after a warm-up."""
+    seconds = []
+    for _ in range(1 + runs):
+        _wait(device)
+        started = time.perf_counter()
+        run()
+        _wait(device)
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[1:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

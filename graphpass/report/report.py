@@ -351,14 +351,16 @@ def _traffic_table(traffic: Iterable[SizeTraffic]) -> Table:
 
 def _suggestions(traffic: Iterable[SizeTraffic]) -> Iterator[Text]:
     by_option: dict[str, dict[str, list[int]]] = {}
+    otherwise = ""
     for seen in traffic:
         if seen.suggested and seen.suggested != seen.captured:
             by_option.setdefault(seen.option, {})[seen.field] = list(seen.suggested)
+            otherwise = ", or adapt() between requests" if seen.adapts else ""
     for option, sizes in by_option.items():
         # A list serves the field of that name, and an option of one field.
         is_list = option != "capture_sizes" or sizes.keys() == {"num_tokens"}
         value = next(iter(sizes.values())) if is_list else sizes
-        yield Text(f"Suggested for this traffic: {option}={value}")
+        yield Text(f"Suggested for this traffic: {option}={value}{otherwise}")
 
 
 def _listed_sizes(sizes: Sequence[int]) -> str:

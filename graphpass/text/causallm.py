@@ -16,6 +16,7 @@ from graphpass.engine.manager import CudaGraphManager
 from graphpass.engine.stats import ManagerStats
 from graphpass.errors import OptionError, is_integer
 from graphpass.keys import AttentionSupport, BatchDescriptor, CUDAGraphMode
+from graphpass.ladder.estimate import Key
 from graphpass.report import Report
 from graphpass.text.drafting import Drafter
 from graphpass.text.experts import compute_experts_by_token
@@ -38,7 +39,7 @@ class CausalLMConfig:
     #: most tokens of one step, at least ``max_num_reqs * (1 + draft_tokens)``; a longer prompt is computed in chunks
     max_num_tokens: int
     max_seq_len: int  #: most tokens of a request, prompt and new tokens together
-    #: token counts to capture; None: powers of two and the sizes halfway between them
+    #: token counts to capture; None: powers of two and the sizes halfway between them, without 1 for several requests
     capture_sizes: Sequence[int] | None = None
     #: sequence lengths to capture FULL graphs for, besides ``max_seq_len``; None: 256, 512, 1024, ...
     seq_len_buckets: Sequence[int] | None = None
@@ -157,6 +158,15 @@ class CausalLM:
         with self._serving():
             self.manager.capture(max_bytes)
 
+    def adapt(self, max_graphs: int = 8) -> tuple[Key, ...]:
+        """Capture a graph of its own for each size that padding keeps serving, see :meth:`CudaGraphManager.adapt`.
+
+        Without ``capture_sizes``, an engine for several requests serves a single one padded to two, since single tokens
+        are compiled apart: this compiles them, once they recur.
+        """
+        with self._serving():
+            return self.manager.adapt(max_graphs)
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -237,7 +247,10 @@ def _dispatcher(config: CausalLMConfig, lora: LoraKeys | None) -> CudagraphDispa
     of one token without drafts is a uniform decode, so in mode FULL_AND_PIECEWISE mixed keys have at least two tokens.
     """
     mode, query_len, longest = CUDAGraphMode.parse(config.mode), 1 + config.draft_tokens, config.max_seq_len
-    sizes = default_capture_sizes(config.max_num_tokens) if config.capture_sizes is None else config.capture_sizes
+    sizes = config.capture_sizes
+    if sizes is None:
+        sizes = default_capture_sizes(config.max_num_tokens)
+        sizes = sizes if config.max_num_reqs == 1 else [size for size in sizes if size > 1]
     # The dispatcher rounds max_num_tokens up to whole requests, but the buffers have max_num_tokens entries.
     sizes = [size for size in sizes if size <= config.max_num_tokens] if query_len > 1 else sizes
     has_single = mode is CUDAGraphMode.FULL_AND_PIECEWISE and query_len == 1

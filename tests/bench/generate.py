@@ -7,6 +7,8 @@ transformers can choose from, each with the same weights in a copy of its own:
 * ``ours``: a manager with FULL graphs for decode and PIECEWISE ones for prefill;
 * ``tuned``: the same with ``tune="measure"``;
 * ``loaded``: the same over artifacts that another engine saved in a directory of ``warm_start`` before;
+* ``padded``: an engine for one request more, which has no key for a single token: a single request runs padded to two;
+* ``adapted``: the same after ``adapt()``, which follows its first call;
 * ``static``: ``generate`` with a static cache and the compilation that it does by itself;
 * ``continuous``: ``generate_batch``, continuous batching over paged SDPA, on the largest batch only.
 
@@ -58,7 +60,9 @@ from tests.bench.timing import (
 )
 from tests.bench.turns import in_turn, take_turn
 
-OURS, TUNED, LOADED, STATIC, CONTINUOUS = WAYS = "ours", "tuned", "loaded", "static", "continuous"
+OURS, TUNED, LOADED, PADDED, ADAPTED = "ours", "tuned", "loaded", "padded", "adapted"
+STATIC, CONTINUOUS = "static", "continuous"
+WAYS = (OURS, TUNED, LOADED, PADDED, ADAPTED, STATIC, CONTINUOUS)
 TUNE_SECONDS = 200
 Prompts = list[list[int]]
 Texts = list[list[int]]
@@ -162,15 +166,25 @@ class Way:
 class Ours:
     """A decoder over captured graphs, made at its first call."""
 
-    def __init__(self, setup: Setup, model: torch.nn.Module, prompts: Prompts, **options: Any) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        model: torch.nn.Module,
+        prompts: Prompts,
+        *,
+        more_reqs: int = 0,
+        adapts: bool = False,
+        **options: Any,
+    ) -> None:
         self._setup, self._model, self._prompts, self._options = setup, model, prompts, options
+        self._num_reqs, self._adapts = len(prompts) + more_reqs, adapts
         self._lm: CausalLM | None = None
 
     def first(self) -> float:
         """Seconds until the first token is known."""
-        setup, batch = self._setup, len(self._prompts)
+        setup, batch = self._setup, self._num_reqs
         start = time.perf_counter()
-        most = max(batch * setup.prompt_tokens, batch)
+        most = max(len(self._prompts) * setup.prompt_tokens, batch)
         self._lm = CausalLM(
             self._model,
             max_num_reqs=batch,
@@ -191,7 +205,11 @@ class Ours:
     def call(self) -> Texts:
         """Generate once."""
         assert self._lm is not None
-        return self._lm.generate(self._prompts, max_new_tokens=self._setup.new_tokens, progress=False)
+        texts = self._lm.generate(self._prompts, max_new_tokens=self._setup.new_tokens, progress=False)
+        if self._adapts:
+            self._lm.adapt()
+            self._adapts = False
+        return texts
 
     def close(self) -> None:
         """Give the graphs back."""
@@ -236,7 +254,14 @@ def make_way(name: str, setup: Setup, model: torch.nn.Module, prompts: Prompts, 
     """One way over a copy of the model; ``folder`` is its own."""
     own = copy.deepcopy(model)
     tuned, loaded = {"tune": "measure", "tune_seconds": TUNE_SECONDS}, {"warm_start": folder / "saved"}
-    options: dict[str, dict[str, Any]] = {OURS: {}, TUNED: tuned, LOADED: loaded}
+    padded, adapted = {"more_reqs": 1}, {"more_reqs": 1, "adapts": True}
+    options: dict[str, dict[str, Any]] = {
+        OURS: {},
+        TUNED: tuned,
+        LOADED: loaded,
+        PADDED: padded,
+        ADAPTED: adapted,
+    }
     if name in options:
         ours = Ours(setup, own, prompts, **options[name])
         first = partial(first_loaded, ours, folder) if name == LOADED else ours.first

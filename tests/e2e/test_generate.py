@@ -243,6 +243,31 @@ def test_no_key_is_made_that_no_batch_reaches(decoders: Decoders) -> None:
 
 
 @pytest.mark.parametrize(
+    ("device", "compiler"), [("cpu", "aot_eager"), pytest.param("cuda", "inductor", marks=pytest.mark.cuda)]
+)
+def test_single_tokens_are_compiled_once_single_requests_recur(
+    device: str, compiler: str, decoders: Decoders, references: References
+) -> None:
+    lm = decoders("qwen3", device, capture_sizes=None, seq_len_buckets=[], compiler=compiler, max_num_reqs=4)
+    lm.capture()
+    compiled = lm.manager.runtime.compiled()
+    for _ in range(2):
+        references.check(lm.generate(PROMPTS[:1], max_new_tokens=NEW_TOKENS[:1], progress=False), "qwen3", device)
+    assert lm.manager.runtime.compiled() == compiled
+    assert "or adapt() between requests" in str(lm.report())
+    tried = lm.adapt()
+    assert lm.manager.runtime.compiled() > compiled
+    assert device == "cuda" or (CUDAGraphMode.FULL, 1) in [(mode, key.num_tokens) for mode, key in tried]
+    references.check(lm.generate(PROMPTS[:4], max_new_tokens=NEW_TOKENS[:4], progress=False), "qwen3", device)
+    references.check(lm.generate(PROMPTS[:1], max_new_tokens=NEW_TOKENS[:1], progress=False), "qwen3", device)
+
+
+def test_an_engine_for_one_request_compiles_single_tokens_at_once(decoders: Decoders) -> None:
+    keys = decoders(capture_sizes=None, seq_len_buckets=[], max_num_reqs=1).manager.dispatcher.keys
+    assert [key.num_tokens for key in keys[CUDAGraphMode.FULL]] == [1]
+
+
+@pytest.mark.parametrize(
     ("largest", "sizes"), [(1, [1]), (5, [1, 2, 3, 4, 5]), (32, [1, 2, 3, 4, 6, 8, 12, 16, 24, 32])]
 )
 def test_default_capture_sizes(largest: int, sizes: list[int]) -> None:

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from graphpass.encoder import EncoderGraphKey, costs
+from graphpass.encoder import EncoderGraphKey
 from graphpass.encoder.costs import EagerCurve, EncoderCosts, ItemCosts, Load, TimedExample, measured_costs
 from graphpass.encoder.protocol import EncoderItems, EncoderOutput
+from graphpass.ladder import traffic
 from tests.unit.encoder import toy
 from tests.unit.encoder.toy import BUDGETS, assert_same, made
 
@@ -38,7 +39,7 @@ CLOCK = Clock()
 
 @pytest.fixture
 def by_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "time", CLOCK)
+    monkeypatch.setattr(traffic, "time", CLOCK)
 
 
 #: an encoder of which one method is slow. Without examples the forward itself is timed, which replays do not run. What
@@ -82,7 +83,7 @@ def keys_of(tokens: range, longest: int) -> list[EncoderGraphKey]:
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, EncoderGraphKey]]:
     """What was timed; each takes what it returns."""
-    monkeypatch.setattr(costs, "timed_s", lambda run, device: run())
+    monkeypatch.setattr("graphpass.encoder.costs.timed_s", lambda run, device: run())
     return []
 
 

@@ -411,3 +411,10 @@ def test_without_an_agreement_there_is_nothing_to_take_part_in() -> None:
     manager = made(Doubled())
     assert not manager.run_idle()
     assert manager.stats().fallbacks == {}
+
+
+def test_ranks_do_not_adapt_alone() -> None:
+    manager = made(Rows().eval(), agreement=Written())
+    manager.capture()
+    with pytest.raises(OptionError, match="ranks cannot adapt to their own traffic"):
+        manager.adapt()

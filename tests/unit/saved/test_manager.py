@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,15 +13,18 @@ import graphpass as gp
 from tests.unit.saved.stack import INPUTS, Plain, Stack, example, stack
 
 
-def manager(model: Stack, folder: Path) -> gp.CudaGraphManager:
-    dispatcher = gp.CudagraphDispatcher("FULL_AND_PIECEWISE", [2, 4], max_num_reqs=4)
+def manager(model: Stack, folder: Path, sizes: Sequence[int] = (2, 4)) -> gp.CudaGraphManager:
+    dispatcher = gp.CudagraphDispatcher("FULL_AND_PIECEWISE", sizes, max_num_reqs=4)
     inputs = [gp.InputSpec("x", (4, INPUTS), torch.float32)]
     return gp.CudaGraphManager(model, dispatcher, inputs, compiler="eager", progress=False, warm_start=folder)
 
 
-def test_a_manager_loads_what_another_one_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sizes", [(2, 4), (1, 2, 4)])
+def test_a_manager_loads_what_another_one_saved(
+    sizes: Sequence[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "starts"
-    first = manager(stack(Plain), folder)
+    first = manager(stack(Plain), folder, sizes)
     first.capture()
     first.close()
     torch.compiler.reset()
@@ -28,7 +32,7 @@ def test_a_manager_loads_what_another_one_saved(tmp_path: Path, monkeypatch: pyt
     for name in ("partition", "RegionCompiler", "dispatched"):
         monkeypatch.setattr(f"cgpass.pipeline.{name}", None)
     model = stack(Plain, seed=3)
-    second = manager(model, folder)
+    second = manager(model, folder, sizes)
     second.capture()
     for rows in (4, 3, 2, 1):
         x = example(rows)

@@ -1,0 +1,119 @@
+"""Batch sizes that padding keeps serving get budgets of their own, when the user asks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphpass import EncoderCudaGraphManager
+from graphpass.encoder import PackingCosts
+from graphpass.encoder.graphs import EncoderGraphs
+from graphpass.encoder.protocol import EncoderGraphKey
+from graphpass.errors import CaptureError, EncoderConfigError
+from graphpass.ladder.traffic import CapturedGraph
+from tests.unit.encoder import toy
+from tests.unit.encoder.toy import BUDGETS, MERGE, assert_right, made
+from tests.unit.engine.managed import GrowingRuntime
+
+
+def repeated(manager: EncoderCudaGraphManager, *tokens: int, times: int = 3) -> None:
+    for size in tokens * times:
+        manager.execute(toy.images([MERGE * size]))
+
+
+def budgets(manager: EncoderCudaGraphManager) -> list[int]:
+    """Of the captured graphs, the largest first; a key of each path and axis."""
+    return [budget.captured.descriptor.num_tokens for budget in manager.get_cumulative_stats().budgets]
+
+
+def test_a_size_that_recurs_gets_its_own_budget() -> None:
+    encoder = toy.ToyEncoder()
+    manager = made(encoder)
+    repeated(manager, 11, 13, 16)
+    repeated(manager, 7, times=2)
+    before = {budget.captured.descriptor: budget.captured for budget in manager.get_cumulative_stats().budgets}
+    assert manager.adapt() == (11, 13)
+    assert budgets(manager) == [32, 16, 13, 11, 8, 4]
+    assert_right(manager, encoder)
+    for tokens in (11, 13, 16, 3):
+        assert_right(manager, encoder, [MERGE * tokens])
+    now = {budget.captured.descriptor: budget for budget in manager.get_cumulative_stats().budgets}
+    assert all(now[key].captured is captured for key, captured in before.items()), "captured once"
+    assert {key.num_tokens: now[key].replays for key in now.keys() - before.keys()} == {11: 1, 13: 1}
+    assert manager.adapt() == ()
+
+
+def test_new_budgets_have_measured_costs() -> None:
+    encoder = toy.WithExamples()
+    manager = made(encoder, costs="measured", max_eager_tokens=1)
+    manager._ledger.sizes["tokens"].update({11: 3, 13: 3})
+    assert manager.adapt() == (11, 13)
+    assert_right(manager, encoder)
+
+
+def test_the_new_budgets_are_captured_again_with_the_others() -> None:
+    encoder = toy.ToyEncoder(paths=("image", "video"))
+    manager = made(encoder)
+    for _ in range(3):
+        assert_right(manager, encoder, [22, 22], paths=["image", "video"])
+    assert manager.adapt() == (11,)
+    assert budgets(manager) == [32, 32, 16, 16, 11, 11, 8, 8, 4, 4]
+    with torch.no_grad():
+        encoder.tower.embed.weight.data = encoder.tower.embed.weight.data * 2
+    assert_right(manager, encoder, [22, 6], paths=["video", "image"])
+    assert budgets(manager) == [32, 32, 16, 16, 11, 11, 8, 8, 4, 4]
+
+
+def test_the_most_padded_come_first() -> None:
+    manager = made(toy.ToyEncoder())
+    repeated(manager, 17, 31, 9)
+    repeated(manager, 30, times=30)
+    assert manager.adapt(2) == (17, 30)
+    assert manager.adapt() == (9, 31)
+    assert manager.adapt() == ()
+
+
+def test_max_pool_bytes_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphpass.encoder.graphs.GraphRuntime", lambda pool, device: GrowingRuntime())
+    encoder = toy.ToyEncoder()
+    manager = made(encoder, max_pool_bytes=500)
+    repeated(manager, 9, 17)
+    assert manager.adapt() == (17,)
+    assert budgets(manager) == [32, 17, 16, 8, 4]
+    assert [str(reason) for _, reason in manager.get_cumulative_stats().failed] == [
+        "the pool would be larger than max_pool_bytes=500"
+    ]
+    assert_right(manager, encoder)
+    assert manager.adapt() == ()
+
+
+def test_a_budget_whose_capture_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = toy.ToyEncoder()
+    manager = made(encoder)
+    repeated(manager, 9)
+    of_key = EncoderGraphs.capture
+
+    def fails(graphs: EncoderGraphs, key: EncoderGraphKey) -> CapturedGraph:
+        if key.tokens == 9:
+            raise CaptureError("no", expected="yes", found="no", remedy="none")
+        return of_key(graphs, key)
+
+    monkeypatch.setattr(EncoderGraphs, "capture", fails)
+    assert manager.adapt() == ()
+    assert budgets(manager) == [32, 16, 8, 4]
+    assert_right(manager, encoder)
+
+
+def test_what_is_refused() -> None:
+    manager = made(toy.ToyEncoder(), capture=False)
+    with pytest.raises(CaptureError, match="no graphs to adapt"):
+        manager.adapt()
+    manager.capture()
+    with pytest.raises(EncoderConfigError, match="max_graphs"):
+        manager.adapt(0)
+    priced = made(toy.ToyEncoder(), costs=PackingCosts(dict.fromkeys(BUDGETS, 1.0), lambda tokens: 3.0 + tokens))
+    repeated(priced, 9)
+    with pytest.raises(EncoderConfigError, match="9"):
+        priced.adapt()
+    assert_right(priced, toy.ToyEncoder())
+    assert budgets(priced) == [32, 16, 8, 4]

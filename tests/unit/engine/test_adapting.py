@@ -1,0 +1,199 @@
+"""Sizes that padding keeps serving get graphs of their own, when the user asks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphpass import CudaGraphManager
+from graphpass.capture.cuda import PROCESS_MEMORY
+from graphpass.dispatch.recurring import OwnGraphs
+from graphpass.engine.captured import CapturedKeys
+from graphpass.errors import CaptureError, OptionError
+from tests.unit.engine.managed import (
+    FULL,
+    PIECEWISE,
+    Attends,
+    GrowingRuntime,
+    Requests,
+    Rows,
+    SlotBuilder,
+    assert_right,
+    captured,
+    captured_keys,
+    hits,
+    made,
+    notes,
+    rows,
+    run,
+)
+
+
+def repeated(manager: CudaGraphManager, *sizes: int, times: int = 3, **given: Any) -> None:
+    for size in sizes * times:
+        run(manager, rows(size), **given)
+
+
+def adapted(manager: CudaGraphManager, **given: Any) -> list[tuple[Any, int]]:
+    return [(mode, key.num_tokens) for mode, key in manager.adapt(**given)]
+
+
+def test_a_size_that_recurs_gets_its_own_graph() -> None:
+    manager = captured(Rows().eval())
+    repeated(manager, 3)
+    repeated(manager, 5, times=2)  # not often enough
+    repeated(manager, 8, times=5)  # exact already
+    assert adapted(manager) == [(FULL, 3)]
+    assert_right(manager, (3, 1, 8, 5))
+    assert hits(manager) == {(FULL, 8): 2 + 5 + 2, (FULL, 4): 3, (FULL, 3): 1, (FULL, 2): 1}
+    assert adapted(manager) == [(FULL, 5)]
+    assert adapted(manager) == []
+    manager.recapture()
+    assert captured_keys(manager) == [(FULL, size, False) for size in (8, 5, 4, 3, 2)]
+    assert_right(manager, (5, 3))
+    manager.close()
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
+def test_mixed_batches_and_decode_are_told_apart(mode: str) -> None:
+    model = Attends().eval()
+    manager, requests = captured(model, mode, attention=SlotBuilder()), Requests(model)
+    kinds = [([0, 1, 2], {}), ([2, 1, 0], {"uniform_decode": True, "num_reqs": 3})]
+    for slots, kind in kinds * 3:
+        requests.agree(manager, slots, **kind)
+    decode = [(FULL, 3)] if mode == "FULL_AND_PIECEWISE" else []
+    assert adapted(manager) == [(PIECEWISE, 3), *decode]
+    for slots, kind in kinds:
+        requests.agree(manager, slots, **kind)
+    assert hits(manager)[PIECEWISE, 3] == 2 - len(decode)
+    assert hits(manager).get((FULL, 3), 0) == len(decode)
+    manager.close()
+
+
+def test_a_decode_batch_of_several_tokens_a_request() -> None:
+    manager = captured(Rows().eval(), "FULL_DECODE_ONLY", (4, 8), query_len=2)
+    repeated(manager, 6, uniform_decode=True, num_reqs=3)
+    ((_, key),) = manager.adapt()
+    assert (key.num_tokens, key.num_reqs, key.uniform) == (6, 3, True)
+    torch.testing.assert_close(run(manager, rows(6), uniform_decode=True, num_reqs=3), manager.model(rows(6)).detach())
+    manager.close()
+
+
+def test_a_single_token_is_compiled_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under ``on_fallback="error"`` too: no step meets the compilation."""
+    manager = captured(Rows().eval(), compiler="aot_eager", on_fallback="error")
+    repeated(manager, 1)
+    compiled = manager.runtime.compiled()
+    assert adapted(manager) == [(FULL, 1)]
+    assert manager.runtime.compiled() > compiled
+    assert_right(manager, (1, 2, 1))
+    manager.close()
+
+
+def test_the_most_padded_sizes_come_first() -> None:
+    manager = captured(Rows().eval(), sizes=(10,))
+    repeated(manager, 9, 2, 5)
+    repeated(manager, 8, times=20)
+    assert adapted(manager, max_graphs=2) == [(FULL, 8), (FULL, 2)]
+    assert adapted(manager) == [(FULL, 5), (FULL, 9)]
+    manager.close()
+
+
+@pytest.mark.parametrize(("graph_bytes", "sizes"), [(0, []), (250, [3, 1]), (99, []), (None, [3, 1, 7])])
+def test_graph_bytes_bounds_them(graph_bytes: int | None, sizes: list[int]) -> None:
+    manager = captured(Rows().eval(), runtime=GrowingRuntime(), graph_bytes=graph_bytes)
+    repeated(manager, 1, 3, times=4)
+    repeated(manager, 7)
+    repeated(manager, 3)
+    found = [size for _, size in adapted(manager)]
+    assert found == sizes
+    assert ("graph_bytes" in notes(manager)) == (len(sizes) < 3)
+    shared = PROCESS_MEMORY.shared(OwnGraphs, torch.device("cpu"))
+    assert shared.num_bytes() == 100 * len(sizes)
+    manager.close()
+    assert shared.num_bytes() == 0
+
+
+class Larger(GrowingRuntime):
+    """Later graphs take more than earlier ones."""
+
+    def pool_bytes(self) -> int:
+        return super().pool_bytes() ** 2
+
+
+def test_a_graph_that_takes_more_than_expected_is_dropped() -> None:
+    manager = captured(Rows().eval(), runtime=Larger(), graph_bytes=50_000)
+    repeated(manager, 3)
+    assert adapted(manager) == []
+    assert PROCESS_MEMORY.shared(OwnGraphs, torch.device("cpu")).num_bytes() == 0
+    assert_right(manager)
+    manager.close()
+
+
+def test_a_graph_that_is_no_faster_is_dropped_and_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = captured(Rows().eval())
+    repeated(manager, 3, 5)
+    of_tokens = CapturedKeys._seconds
+    monkeypatch.setattr(CapturedKeys, "_seconds", lambda *of: {3: 3.97}.get(of[1][1].num_tokens) or of_tokens(*of))
+    assert adapted(manager) == [(FULL, 5)]
+    captures = manager.runtime.stats().captured
+    counts = manager.runtime.counts()
+    assert [key.num_tokens for (_, _, key), of_key in counts.items() if of_key.static_sets] == [8, 4, 2, 5]
+    assert adapted(manager) == []
+    repeated(manager, 3, 5, 8, 1)
+    assert_right(manager, (3, 5, 8, 1))
+    assert manager.runtime.stats().captured == captures, "other graphs stay as they were"
+    manager.close()
+
+
+class Counted(nn.Module):
+    """Counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("forwards", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards.add_(1)
+        return x * 2
+
+
+def test_state_of_the_model_and_inputs_stay_as_they_were() -> None:
+    model = Counted().eval()
+    manager = captured(model)
+    repeated(manager, 3)
+    manager.buffers["x"].fill_(7)
+    assert adapted(manager) == [(FULL, 3)]
+    assert model.forwards.item() == 3
+    assert manager.buffers["x"].eq(7).all()
+    assert manager.stats().replays == 3
+    manager.close()
+
+
+def test_the_report_says_so() -> None:
+    manager = captured(Rows().eval())
+    repeated(manager, 3)
+    assert "or adapt() between requests" in str(manager.report())
+    manager.close()
+
+
+@pytest.mark.parametrize(
+    ("max_graphs", "is_captured", "error", "match"),
+    [(0, True, OptionError, "max_graphs"), (8, False, CaptureError, "nothing has been captured yet")],
+)
+def test_what_is_refused(max_graphs: int, is_captured: bool, error: type[Exception], match: str) -> None:
+    manager = (captured if is_captured else made)(Rows().eval())
+    with pytest.raises(error, match=match):
+        manager.adapt(max_graphs)
+    manager.close()
+
+
+def test_sizes_that_are_products_of_other_fields_stay_padded() -> None:
+    manager = captured(Rows().eval(), sizes={"batch": [2], "seq": [4]})  # type: ignore[arg-type]
+    repeated(manager, 6, extra=(("batch", 2), ("seq", 3)))
+    assert hits(manager) == {(FULL, 8): 3}
+    assert manager.adapt() == ()
+    manager.close()
