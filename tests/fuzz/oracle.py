@@ -26,13 +26,22 @@ _RECOMPILES = 256
 
 
 def check(
-    program: Program, compiler: str = "eager", device: torch.device | str = "cpu", *, stock: bool = False
+    program: Program,
+    compiler: str = "eager",
+    device: torch.device | str = "cpu",
+    *,
+    stock: bool = False,
+    **options: Any,
 ) -> Outcome:
-    """Compare ``program`` over graphs with eager, or ``torch.compile(backend=compiler)`` without graphpass."""
+    """Compare ``program`` over graphs with eager, or ``torch.compile(backend=compiler)`` without graphpass.
+
+    ``options`` are further options of the backend.
+    """
     device = torch.device(device)
     made = module_class(program, device)
     with gp.GraphRuntime() as runtime, torch.no_grad(), _roomy_dynamo(), _exact_soon():
-        under_test = _stock(program, compiler) if stock else _ROUTES[program.route](program, compiler, runtime, device)
+        given = _options(program, compiler=compiler, runtime=runtime, **options)
+        under_test = _stock(program, compiler) if stock else _ROUTES[program.route](program, given, device)
         sides = [_Side([made(seed).to(device) for seed in (0, 1)], Feed(device)) for _ in range(2)]
         outcome = _compare(program, sides, under_test)
         if outcome.mismatch or stock:
@@ -179,13 +188,9 @@ def _random_state(device: torch.device) -> list[torch.Tensor]:
 # -- ways to run a program -----------------------------------------------------------------------------------------
 
 
-def _options(program: Program, compiler: str, runtime: gp.GraphRuntime) -> dict[str, Any]:
+def _options(program: Program, **options: Any) -> dict[str, Any]:
     return cgpass.options(
-        compiler=compiler,
-        splitting_ops=list(program.splitting_ops),
-        outputs=program.outputs,
-        runtime=runtime,
-        lazy_capture=True,
+        splitting_ops=list(program.splitting_ops), outputs=program.outputs, lazy_capture=True, **options
     )
 
 
@@ -197,8 +202,8 @@ def _at(call: Call) -> Any:
         yield
 
 
-def _directly(program: Program, compiler: str, runtime: gp.GraphRuntime, device: torch.device) -> Callable[..., Any]:
-    compiled = DirectlyCompiled(program, _options(program, compiler, runtime), device)
+def _directly(program: Program, options: dict[str, Any], device: torch.device) -> Callable[..., Any]:
+    compiled = DirectlyCompiled(program, options, device)
 
     def run(call: Call, module: Any, *inputs: torch.Tensor) -> Any:
         with _at(call):
@@ -207,10 +212,8 @@ def _directly(program: Program, compiler: str, runtime: gp.GraphRuntime, device:
     return run
 
 
-def _through_dynamo(
-    program: Program, compiler: str, runtime: gp.GraphRuntime, device: torch.device
-) -> Callable[..., Any]:
-    return _compiled_by_instance(program, backend="cgpass", options=_options(program, compiler, runtime))
+def _through_dynamo(program: Program, options: dict[str, Any], device: torch.device) -> Callable[..., Any]:
+    return _compiled_by_instance(program, backend="cgpass", options=options)
 
 
 def _stock(program: Program, compiler: str) -> Callable[..., Any]:
@@ -230,11 +233,11 @@ def _compiled_by_instance(program: Program, **how: Any) -> Callable[..., Any]:
     return run
 
 
-def _graphed(program: Program, compiler: str, runtime: gp.GraphRuntime, device: torch.device) -> Callable[..., Any]:
+def _graphed(program: Program, options: dict[str, Any], device: torch.device) -> Callable[..., Any]:
     torch.compiler.reset()
     fill = float("nan") if program.padding == "nan" else 0.0
     graphed: dict[int, Any] = {}
-    options = {name: value for name, value in _options(program, compiler, runtime).items() if name != "lazy_capture"}
+    options = {name: value for name, value in options.items() if name != "lazy_capture"}
 
     def run(call: Call, module: Any, *inputs: torch.Tensor) -> Any:
         if id(module) not in graphed:

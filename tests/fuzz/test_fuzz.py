@@ -19,8 +19,8 @@ from tests.fuzz.search import Fuzzer, chunks, named
 pytestmark = pytest.mark.usefixtures("odd_programs_may_warn")
 
 
-def fuzzer_of(compiler: str, device: str = "cpu") -> Fuzzer:
-    compared = partial(check, compiler=compiler, device=device)
+def fuzzer_of(compiler: str, device: str = "cpu", **options: Any) -> Fuzzer:
+    compared = partial(check, compiler=compiler, device=device, **options)
     return Fuzzer(
         name=f"{compiler} on {device}",
         make=lambda seed: choose_program(Seeded(seed), draws=compiler == "eager"),
@@ -58,3 +58,10 @@ def test_many_programs(compiler: str, seeds: range, capsys: pytest.CaptureFixtur
 @searches(("eager", 300_000, 380, 95), ("aot_eager", 310_000, 110, 110), ("inductor", 320_000, 10, 10))
 def test_programs_on_a_gpu(compiler: str, seeds: range, cuda: torch.device, capsys: pytest.CaptureFixture[str]) -> None:
     fuzzer_of(compiler, str(cuda)).passes(seeds, capsys)
+
+
+@pytest.mark.cuda
+@pytest.mark.alone
+@pytest.mark.parametrize("seeds", chunks(330_000, 24, 4), ids=named)
+def test_tuned_programs_on_a_gpu(seeds: range, cuda: torch.device, capsys: pytest.CaptureFixture[str]) -> None:
+    fuzzer_of("inductor", str(cuda), tune="measure", tune_seconds=20.0, progress=False).passes(seeds, capsys)
