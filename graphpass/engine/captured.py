@@ -10,7 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -32,6 +32,7 @@ from graphpass.ladder.traffic import CapturedGraph, timed_s
 from graphpass.ledger import Row
 from graphpass.progress import capture_progress
 from graphpass.ranks.conversation import AgreedSteps
+from graphpass.report.records import MemoryGrowth
 
 _TIMED_STEPS = 10
 _MOST_STEPS = 512
@@ -87,7 +88,7 @@ class CapturedKeys:
         self._by_key: dict[Key, CapturedKey] = {}
         self.costs: dict[Key, CapturedGraph] = {}  #: in the order of capture; steps of replaced weights included
         self.left_out: tuple[Key, ...] = ()  #: keys that were not captured because of ``max_bytes``
-        self._own: set[Key] = set()  # keys of recurring sizes
+        self._own: dict[Key, int] = {}  # {key of a recurring size: what counts for it, in bytes}
         self._no_faster: set[Key] = set()  # keys of recurring sizes whose graphs were no faster than the padded ones
         self._shared = PROCESS_MEMORY.shared(OwnGraphs, model.inputs.device)
         self._shared.adopt(self)
@@ -348,7 +349,7 @@ class CapturedKeys:
                     faster[key] = captured
         for key, captured in faster.items():
             self._dispatcher.add_key(*key)
-            self._own.add(key)
+            self._own[key] = self._charged(captured)
             self._add(key, captured)
         self._no_faster |= found.keys() - faster.keys()
         self._drop(found.keys() - faster.keys())
@@ -356,8 +357,8 @@ class CapturedKeys:
 
     def graphs(self) -> list[tuple[OwnGraph, float]]:
         """The graphs of recurring sizes, for the bound of the process; a manager does not give them back for others."""
-        captured = [self._by_key.get(key) for key in list(self._own)]
-        return [(OwnGraph(_bytes_of(one), drop=lambda: False), math.inf) for one in captured if one is not None]
+        own = [num_bytes for key, num_bytes in list(self._own.items()) if key in self._by_key]
+        return [(OwnGraph(num_bytes, drop=lambda: False), math.inf) for num_bytes in own]
 
     def _recurring(self, most: int) -> dict[Key, Key]:
         """{key of a size: the padded key that serves it}, the sizes with the most padding first."""
@@ -380,7 +381,8 @@ class CapturedKeys:
         settings, device = self._model.settings, self._inputs.device
         limit = bytes_allowed(settings.graph_bytes, total_bytes(device), has_ladder=False)
         room = (limit or 0) - self._shared.num_bytes()
-        expected = sum(map(_bytes_of, self._by_key.values())) // max(1, len(self._by_key))
+        mean = self._mean()
+        expected = mean.pool_bytes + mean.driver_bytes
         found: dict[Key, CapturedKey] = {}
         with (
             self._changed(),
@@ -393,11 +395,22 @@ class CapturedKeys:
                     break
                 progress.set_postfix_str(f"{key[0]} {key[1]}")
                 found[key] = self._captured(key)
-                room -= _bytes_of(found[key])
+                room -= self._charged(found[key])
                 progress.update()
         if room < 0:  # the last one takes more than was expected
             self._drop([found.popitem()[0]])
         return found
+
+    def _mean(self) -> MemoryGrowth:
+        """What a capture has taken so far."""
+        growths = [captured.memory for captured in self.costs.values()]
+        total = MemoryGrowth.sum_of(growths)
+        return MemoryGrowth(*(max(0, num_bytes) // max(1, len(growths)) for num_bytes in astuple(total)))
+
+    def _charged(self, captured: CapturedKey) -> int:
+        """What counts for a graph: the driver takes memory for several at a time, so at least its mean."""
+        memory = captured.cost.memory
+        return memory.pool_bytes + max(memory.driver_bytes, self._mean().driver_bytes)
 
     def _seconds(self, key: Key, captured: CapturedKey, step_of: StepOf) -> float:
         """Seconds of a step of a key; on the CPU, where time is no measure, its tokens."""
@@ -436,9 +449,3 @@ def _moved_weights(key: Key, remedy: str) -> StaticInputError:
         found="other tensors, or other addresses",
         remedy=remedy,
     )
-
-
-def _bytes_of(captured: CapturedKey) -> int:
-    """The pool's growth and the driver's by the capture of a key."""
-    memory = captured.cost.memory
-    return max(0, memory.pool_bytes + memory.driver_bytes)

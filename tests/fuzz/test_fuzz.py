@@ -61,7 +61,6 @@ def test_programs_on_a_gpu(compiler: str, seeds: range, cuda: torch.device, caps
 
 
 @pytest.mark.cuda
-@pytest.mark.alone
-@pytest.mark.parametrize("seeds", chunks(330_000, 24, 4), ids=named)
+@pytest.mark.parametrize("seeds", chunks(330_000, 48, 12), ids=named)
 def test_tuned_programs_on_a_gpu(seeds: range, cuda: torch.device, capsys: pytest.CaptureFixture[str]) -> None:
     fuzzer_of("inductor", str(cuda), tune="measure", tune_seconds=20.0, progress=False).passes(seeds, capsys)
