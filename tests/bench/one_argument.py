@@ -136,7 +136,7 @@ def compiled(model: torch.nn.Module, variant: str, declared: dict[str, Any]) -> 
         return torch.compile(model, dynamic=True)
     if variant == "reduce-overhead":
         return torch.compile(model, dynamic=True, mode="reduce-overhead")
-    options: dict[str, Any] = {"tune": "measure", "tune_seconds": 300} if variant == "cgpass-tuned" else {}
+    options: dict[str, Any] = {"tune": "measure"} if variant == "cgpass-tuned" else {}
     dynamic = None if variant == "cgpass" else True
     return torch.compile(model, backend="cgpass", dynamic=dynamic, options={**declared, **options})
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends import debugging
 
 import graphpass as gp
 
 INPUTS, SIZES = 8, [2, 4]
+SAVES_AOT_EAGER = pytest.mark.skipif(
+    not hasattr(debugging, "AOTEagerOutputCode"), reason="this torch saves no artifacts of aot_eager"
+)
 OPTIONS = {
     "capture_sizes": SIZES,
     "dynamic_dims": {"x": 0},

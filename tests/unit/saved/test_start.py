@@ -22,7 +22,18 @@ from graphpass.regions.execute import value_of
 from graphpass.regions.split import Partition, partition
 from graphpass.saved import GRAPH, SavedFiles, directory, environment, fingerprint
 from tests.unit.saved import stack as of
-from tests.unit.saved.stack import INPUTS, OPTIONS, Broken, Plain, Stack, assert_right, compiled, example, stack
+from tests.unit.saved.stack import (
+    INPUTS,
+    OPTIONS,
+    SAVES_AOT_EAGER,
+    Broken,
+    Plain,
+    Stack,
+    assert_right,
+    compiled,
+    example,
+    stack,
+)
 from tests.unit.saved.starts import STARTS, assert_loaded, started
 
 
@@ -38,6 +49,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@SAVES_AOT_EAGER
 def test_a_process_loads_what_another_one_saved(tmp_path: Path) -> None:
     saved, loaded = (started("aot_eager", tmp_path, [*STARTS], PYTHONHASHSEED=seed) for seed in "78")
     for kind in STARTS:

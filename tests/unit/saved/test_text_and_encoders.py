@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 
 from graphpass.text import CausalLM
 from tests.unit.encoder import toy
+from tests.unit.saved.stack import SAVES_AOT_EAGER
 from tests.unit.text import test_model as text
 
 
@@ -22,6 +23,7 @@ def refuse_work(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"cgpass.pipeline.{name}", None)
 
 
+@SAVES_AOT_EAGER
 def test_a_causal_lm_loads_what_another_one_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"compiler": None, "capture_sizes": [2], "warm_start": tmp_path / "starts", "progress": False}
     sizes: dict[str, Any] = {**text.SIZES, **given}
@@ -37,6 +39,7 @@ def test_a_causal_lm_loads_what_another_one_saved(tmp_path: Path, monkeypatch: p
     assert not counters["frames"]
 
 
+@SAVES_AOT_EAGER
 def test_an_encoder_loads_what_another_one_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"warm_start": tmp_path / "starts", "token_budgets": (8,)}
     first = toy.made(toy.Compiled(), **options)
