@@ -79,8 +79,8 @@ StepOf: TypeAlias = Callable[[Key, CapturedKey], Callable[[], object]]
 class CapturedKeys:
     """The captured keys of a manager; captures missing ones and drops all of them on :meth:`close`."""
 
-    def __init__(self, model: Model, ranks: AgreedSteps | None) -> None:
-        self._model, self._ranks = model, ranks
+    def __init__(self, model: Model, ranks: AgreedSteps | None, *, owns_runtime: bool) -> None:
+        self._model, self._ranks, self._owns_runtime = model, ranks, owns_runtime
         self._dispatcher, self._inputs, self._runtime = model.dispatcher, model.inputs, model.runtime
         self._memory = DeviceMemory(model.inputs.device, model.runtime)
         self._estimate: MemoryEstimate | None = None
@@ -338,6 +338,9 @@ class CapturedKeys:
         self.refuse_none_captured()
         under = self._recurring(max_graphs)
         found = self._captured_within(list(under))
+        self._own |= {key: self._charged(captured) for key, captured in found.items()}
+        if self._room() < 0:  # the last one takes more than was expected
+            self._leave_padded([found.popitem()[0]])
         faster: dict[Key, CapturedKey] = {}
         with self._changed():
             for key, captured in found.items():
@@ -349,22 +352,21 @@ class CapturedKeys:
                     faster[key] = captured
         for key, captured in faster.items():
             self._dispatcher.add_key(*key)
-            self._own[key] = self._charged(captured)
             self._add(key, captured)
-        self._no_faster |= found.keys() - faster.keys()
-        self._drop(found.keys() - faster.keys())
+        self._leave_padded(found.keys() - faster.keys())
         return tuple(faster)
 
     def graphs(self) -> list[tuple[OwnGraph, float]]:
         """The graphs of recurring sizes, for the bound of the process; a manager does not give them back for others."""
-        own = [num_bytes for key, num_bytes in list(self._own.items()) if key in self._by_key]
-        return [(OwnGraph(num_bytes, drop=lambda: False), math.inf) for num_bytes in own]
+        return [(OwnGraph(num_bytes, drop=lambda: False), math.inf) for num_bytes in list(self._own.values())]
 
     def _recurring(self, most: int) -> dict[Key, Key]:
         """{key of a size: the padded key that serves it}, the sizes with the most padding first."""
         replays: Counter[tuple[Key, Key]] = Counter()
         if "num_tokens" in self._dispatcher.capture_fields:
-            for key, captured in self._by_key.items():
+            # guard: adapted_to_weights
+            valid = [(key, captured) for key, captured in self._by_key.items() if self._is_valid(captured)]
+            for key, captured in valid:
                 for known in captured.steps.values():
                     own = (key[0], self._dispatcher.at_size(key[1], known.inputs.sizes["num_tokens"]))
                     replays[own, key] += known.replays
@@ -378,28 +380,28 @@ class CapturedKeys:
 
     def _captured_within(self, keys: Sequence[Key]) -> dict[Key, CapturedKey]:
         """Capture the keys, in this order, as far as ``graph_bytes`` allows; none of them serves steps yet."""
-        settings, device = self._model.settings, self._inputs.device
-        limit = bytes_allowed(settings.graph_bytes, total_bytes(device), has_ladder=False)
-        room = (limit or 0) - self._shared.num_bytes()
-        mean = self._mean()
-        expected = mean.pool_bytes + mean.driver_bytes
+        mean, room = self._mean(), self._room()
+        expected = max(1, mean.pool_bytes + mean.driver_bytes)  # no room at all is none
         found: dict[Key, CapturedKey] = {}
         with (
             self._changed(),
             self._runtime.capturing(by_calls=False),
-            capture_progress(keys, settings.progress) as progress,
+            capture_progress(keys, self._model.settings.progress) as progress,
         ):
             for key in keys:
-                if not limit or expected > room:  # guard: adapted_bytes
+                if expected > room:  # guard: adapted_bytes
                     self._runtime.warn(NO_ROOM.why, NO_ROOM.remedy, at=f"{key[0]} {key[1]}", is_recorded=True)
                     break
                 progress.set_postfix_str(f"{key[0]} {key[1]}")
                 found[key] = self._captured(key)
                 room -= self._charged(found[key])
                 progress.update()
-        if room < 0:  # the last one takes more than was expected
-            self._drop([found.popitem()[0]])
         return found
+
+    def _room(self) -> int:
+        """Bytes that further graphs for recurring sizes may take."""
+        given, device = self._model.settings.graph_bytes, self._inputs.device
+        return (bytes_allowed(given, total_bytes(device), has_ladder=False) or 0) - self._shared.num_bytes()
 
     def _mean(self) -> MemoryGrowth:
         """What a capture has taken so far."""
@@ -419,10 +421,13 @@ class CapturedKeys:
             return float(key[1].num_tokens)
         return timed_s(step_of(key, captured), device, runs=_TIMED_STEPS)
 
-    def _drop(self, keys: Collection[Key]) -> None:
-        """Drop graphs that serve no steps; those of all other keys stay valid."""
-        if keys and self._runtime.drop(keys):
-            generation = self._runtime.lease.generation
+    def _leave_padded(self, keys: Collection[Key]) -> None:
+        """Drop graphs that serve no steps. Beside other users of the runtime, whose keys may be equal, they stay."""
+        self._no_faster.update(keys)
+        if keys and self._owns_runtime and self._runtime.drop(keys):  # guard: adapted_beside_others
+            for key in keys:
+                del self._own[key]
+            generation = self._runtime.lease.generation  # what was derived from the other graphs stays valid
             self._by_key = {key: replace(one, generation=generation) for key, one in self._by_key.items()}
 
     # -- closing ------------------------------------------------------------------------------------------------------
@@ -437,6 +442,7 @@ class CapturedKeys:
     def _drop_graphs(self) -> None:
         self._by_key.clear()
         self.costs.clear()
+        self._own.clear()
         self._no_faster.clear()
         self._dispatcher.forget_captured()
         self._runtime.close()

@@ -112,7 +112,7 @@ class CudaGraphManager:
             }
             idle_tokens = min(IDLE_TOKENS, self._inputs.largest["num_tokens"])
             self._ranks = AgreedSteps(agreement, dispatcher, configuration, idle_tokens=idle_tokens)
-        self._captured = CapturedKeys(self._model, self._ranks)
+        self._captured = CapturedKeys(self._model, self._ranks, owns_runtime=runtime is None)
         self._fields = frozenset(dispatcher.capture_fields)
         self._ledger = Ledger()
         self._replays, self._fallbacks = (self._ledger.rows("steps", event) for event in ("replayed", "without graph"))

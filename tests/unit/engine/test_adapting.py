@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphpass import CudaGraphManager
+from graphpass import CudaGraphManager, GraphRuntime
 from graphpass.capture.cuda import PROCESS_MEMORY
 from graphpass.dispatch.recurring import OwnGraphs
 from graphpass.engine.captured import CapturedKeys
@@ -124,8 +124,9 @@ class Larger(GrowingRuntime):
         return super().pool_bytes() ** 2
 
 
-def test_a_graph_that_takes_more_than_expected_is_dropped() -> None:
-    manager = captured(Rows().eval(), runtime=Larger(), graph_bytes=50_000)
+def test_a_graph_that_takes_more_than_expected_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphpass.engine.manager.GraphRuntime", Larger)
+    manager = captured(Rows().eval(), graph_bytes=50_000)
     repeated(manager, 3)
     assert adapted(manager) == []
     assert PROCESS_MEMORY.shared(OwnGraphs, torch.device("cpu")).num_bytes() == 0
@@ -147,6 +148,35 @@ def test_a_graph_that_is_no_faster_is_dropped_and_not_tried_again(monkeypatch: p
     assert_right(manager, (3, 5, 8, 1))
     assert manager.runtime.stats().captured == captures, "other graphs stay as they were"
     manager.close()
+
+
+def test_beside_others_in_a_runtime_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = GraphRuntime()
+    other = captured(Attends().eval(), attention=SlotBuilder(), sizes=(3, 8), runtime=runtime)
+    manager = captured(Rows().eval(), runtime=runtime)
+    repeated(manager, 3)
+    monkeypatch.setattr(CapturedKeys, "_seconds", lambda *of: 1.0)
+    assert adapted(manager) == []
+    captures = runtime.stats().captured
+    requests = Requests(other.model)
+    for _ in range(2):
+        requests.agree(other, [0, 1, 2])
+        assert_right(manager)
+    assert runtime.stats().captured == captures
+    assert adapted(manager) == []
+
+
+def test_keys_of_replaced_weights_are_left_alone() -> None:
+    manager = captured(Rows().eval())
+    repeated(manager, 3)
+    with torch.no_grad():
+        manager.model.inner.weight.data = 2 * manager.model.inner.weight
+    assert adapted(manager) == []
+    repeated(manager, 3)
+    assert adapted(manager) == [(FULL, 3)]
+    assert_right(manager)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(CaptureError, match="autocast"):
+        manager.adapt()
 
 
 class Counted(nn.Module):
