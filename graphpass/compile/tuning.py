@@ -113,7 +113,7 @@ class Tuning:
     callable: str  #: the callable's name
     tuner: Tuner
     ledger: Ledger
-    seconds: float  #: no variant is begun once the tuner has spent so many
+    seconds: float  #: no variant is begun that would not end within so many, by the longest of its range so far
     progress: bool | None  #: see :func:`graphpass.progress.progress_bar`
     #: (region, arguments) -> tensors that the region returns, then its written inputs, as computed in a wide type on
     #: copies of the written inputs
@@ -219,8 +219,11 @@ class TunedRegion:
         before = rows[named, UNTUNED]
         try:
             with contextlib.closing(_Contest(measurement, args, self._region, tuning.reference)) as contest:
+                longest_s = 0.0
                 for name, settings in _tried(ranges, where, tuning.progress):
-                    if spent_s + measurement.now() >= tuning.seconds:  # guard: tuning_time
+                    began_s = measurement.now()
+                    left_s = tuning.seconds - spent_s - began_s
+                    if left_s <= 0 or left_s < longest_s:  # guard: tuning_time
                         ledger.note(_OUT_OF_TIME, at=where, is_problem=True)
                         break
                     before.least_s = contest.begun(untuned)
@@ -229,6 +232,7 @@ class TunedRegion:
                         refused = contest.against(name, made.function)
                     except Exception as error:
                         refused = f"it failed: {summary(error)}"
+                    longest_s = max(longest_s, measurement.now() - began_s)
                     if refused is not None:
                         ledger.note(Reason(f"tuned without {name}: {refused}"), at=where)
                         continue
