@@ -193,7 +193,7 @@ class TunedRegion:
             finally:
                 calls.tuning_s += measurement.now() - start_s
                 self._tuning.tuner.spent_s += measurement.now() - start_s
-            self._tuning.chosen(self)
+                self._tuning.chosen(self)  # also what an interrupt leaves
         chosen = self._chosen[ranges]
         return chosen.function if chosen is not None and chosen.serves(sizes) else untuned
 

@@ -12,7 +12,7 @@ import graphpass as gp
 from graphpass.capture import recorder
 from graphpass.compat import saving
 from graphpass.compile import tuning
-from tests.unit.compile.tuned import DESCENT, Bench, Captured, captured, notes, tuned
+from tests.unit.compile.tuned import COMBO, DESCENT, Bench, Captured, captured, notes, tuned
 from tests.unit.models import linear, module
 
 
@@ -70,6 +70,27 @@ def test_sizes_for_which_nothing_was_chosen_run_untuned_and_say_so(bench: Bench,
     torch.testing.assert_close(loaded(x), model(x))
     for one in (rt, other):
         one.close()
+
+
+def test_an_interrupt_leaves_the_best_so_far(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = layer()
+    monkeypatch.setattr(tuning, "SETTINGS", (DESCENT, COMBO))
+    with_name = bench.capture
+
+    def capture(name: str, body: Any) -> Any:
+        if name == COMBO:
+            raise KeyboardInterrupt
+        return with_name(name, body)
+
+    monkeypatch.setattr(bench, "capture", capture)
+    with pytest.raises(KeyboardInterrupt):
+        started(model, tmp_path)
+    loaded, rt = started(model, tmp_path)
+    assert rt.compiled() == 0
+    assert [(found.sizes, found.settings) for found in tuned(rt)] == [("9 and more", DESCENT)]
+    x = torch.randn(16, 4)
+    torch.testing.assert_close(loaded(x), model(x))
+    rt.close()
 
 
 def test_a_choice_that_cannot_be_saved_removes_the_file(
