@@ -144,7 +144,8 @@ class KeyEntries:
     freed_sets: deque[StaticSet] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_SETS))
 
     def __iter__(self) -> Iterator[GraphEntry]:
-        return (entry for entries in self.by_anchor.values() for entry in entries)
+        # Another thread may capture meanwhile.
+        return (entry for entries in list(self.by_anchor.values()) for entry in list(entries))
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)

@@ -263,15 +263,6 @@ class GraphRuntime:
                 self.lease.drop([entry for wrapper, key in wrappers for entry in wrapper.take(key)])
         return is_unused
 
-    @contextlib.contextmanager
-    def uncounted(self, mode: CUDAGraphMode, key: BatchDescriptor) -> Iterator[None]:
-        """Do not count replays of a key in the body: they serve no call."""
-        with contextlib.ExitStack() as stack:
-            for wrapper in self._alive():
-                if wrapper.mode is mode:
-                    stack.enter_context(wrapper.uncounted(key))
-            yield
-
     def adopt_dispatcher(self, dispatcher: _OwnsBuffers) -> None:
         """Count the bytes of a dispatcher's buffers, and close it with the runtime, by weak reference."""
         self._dispatchers.append(weakref.ref(dispatcher))

@@ -165,24 +165,27 @@ class EncoderCudaGraphManager:
             self._captured, self._is_to_recapture = self._ladder.capture(graph_pool), False
             self._ledger.rows("encoder", OTHER_SETTING).clear()
 
-    def adapt(self, max_graphs: int = 8) -> tuple[int, ...]:
+    def adapt(self, max_sizes: int = 8) -> tuple[int, ...]:
         """Capture a budget of its own for each batch size that padding has served at least three times.
 
         Call it between requests. Sizes come in the order of the tokens that padding has added. The costs of all budgets
-        are measured again, and the new budgets stay when the encoder is captured again.
+        are measured again, and the new budgets stay when the encoder is captured again. If it fails, the next request
+        captures the budgets of before again.
 
         Args:
-            max_graphs: most budgets to add now; a budget has a graph for each path and axis value.
+            max_sizes: most budgets to add now; a budget has a graph for each path and axis value.
 
         Returns:
             The output tokens of the new budgets, ascending.
 
         Raises:
-            CaptureError: the encoder is not captured.
-            EncoderConfigError: ``max_graphs`` is below 1, or ``costs`` of the user name no cost for a new budget.
+            CaptureError: the encoder is not captured, or a setting differs from the capture.
+            EncoderConfigError: ``max_sizes`` is below 1, ``costs`` of the user name no cost for a new budget, or a
+                method of the encoder contradicts its configuration.
         """
-        positive(max_graphs, "max_graphs", error=EncoderConfigError)
+        positive(max_sizes, "max_sizes", error=EncoderConfigError)
         with self._lock, capture_settings():
+            self._follow_weights()  # guard: encoder_adapted_to_weights
             captured = self._captured
             if captured is None or not captured.budgets:
                 raise CaptureError(
@@ -191,26 +194,41 @@ class EncoderCudaGraphManager:
                     found="no graphs",
                     remedy="call capture()" if self._options.enable else "set enable=True, and call capture()",
                 )
-            more = self._recurring(sorted({key.tokens for key in captured.budgets}), max_graphs)
+            setting = captured.state.setting_changed()
+            if setting is not None:  # guard: encoder_adapted_setting
+                raise CaptureError(
+                    "the encoder cannot adapt under another setting",
+                    expected="the settings of the capture",
+                    found=f"{setting} has changed",
+                    remedy="call adapt() under the setting of the capture, or clear() and capture() under the new one",
+                )
+            more = self._recurring()[:max_sizes]
             if more:
                 known = [*more, *(key.tokens for key in self._ladder.keys)]
                 of_range = self._model.get_encoder_cudagraph_budget_range()
                 keys = keys_of(self._options, self._config, of_range, known)
                 ladder = replace(self._ladder, keys=keys)
-                captured = ladder.extend(captured)
+                try:
+                    captured = ladder.extend(captured)
+                except BaseException:
+                    self._drop_graphs()  # some may be gone already
+                    self._is_to_recapture = True
+                    raise
                 self._captured, self._ladder = captured, ladder
             return tuple(sorted({key.tokens for key in captured.budgets}.intersection(more)))
 
-    def _recurring(self, budgets: Sequence[int], most: int) -> list[int]:
+    def _recurring(self) -> list[int]:
         """The sizes of batches that padding has served often, those with the most padding first."""
-        ladder = {key.tokens for key in self._ladder.keys}
+        if self._captured is None or not self._captured.budgets:
+            return []
+        ladder, budgets = {key.tokens for key in self._ladder.keys}, sorted({k.tokens for k in self._captured.budgets})
         padding = {
             tokens: times * (budgets[bisect_left(budgets, tokens)] - tokens)
-            for tokens, times in self._ledger.sizes["tokens"].items()
+            for tokens, times in list(self._ledger.sizes["tokens"].items())
             # guard: encoder_adapted_after_replays
             if times >= LEAST_REPLAYS and tokens <= budgets[-1] and tokens not in ladder
         }
-        return sorted(padding, key=padding.__getitem__, reverse=True)[:most]
+        return sorted(padding, key=padding.__getitem__, reverse=True)
 
     def estimate(self) -> MemoryEstimate:
         """Estimate the memory that :meth:`capture` needs, from at most three captures in a throwaway pool.
@@ -283,7 +301,8 @@ class EncoderCudaGraphManager:
         """What is slow or missing, which budgets replay, where padding goes, and what it cost; ``print`` it."""
         graphs = None if self._captured is None else self._captured.graphs.runtime
         name, is_enabled = type(self._model).__name__, self._options.enable
-        figures = self.get_cumulative_stats().figures(self.runtime, graphs, name, is_enabled=is_enabled)
+        stats, adapts = self.get_cumulative_stats(), bool(self._recurring())
+        figures = stats.figures(self.runtime, graphs, name, is_enabled=is_enabled, adapts=adapts)
         return Report(replace(figures, kernels=self._kernels))
 
     def _encoded(self, items: EncoderItems) -> list[EncoderOutput]:

@@ -106,7 +106,7 @@ class EncoderStats:
         return f"{self.summary()}\n{text_of(tables)}"
 
     def figures(
-        self, compiled: GraphRuntime, graphs: GraphRuntime | None, subject: str, *, is_enabled: bool
+        self, compiled: GraphRuntime, graphs: GraphRuntime | None, subject: str, *, is_enabled: bool, adapts: bool
     ) -> ReportFigures:
         """The figures of the encoder's report.
 
@@ -115,11 +115,12 @@ class EncoderStats:
             graphs: the runtime of the captured graphs; None before the capture.
             subject: the encoder's name.
             is_enabled: whether the options ask for graphs.
+            adapts: whether ``adapt()`` would capture graphs for this traffic.
         """
         figures, captured = compiled.figures(subject), None if graphs is None else graphs.figures(subject)
         budgets = tuple(sorted({budget.captured.descriptor.num_tokens for budget in self.budgets}))
         largest = budgets[-1] if budgets else 0
-        sizes = SizeTraffic("tokens", "token_budgets", self.histogram, budgets, at_least=largest, adapts=True)
+        sizes = SizeTraffic("tokens", "token_budgets", self.histogram, budgets, at_least=largest, adapts=adapts)
         group = captured_group("encoder", [budget.captured for budget in self.budgets])
         return replace(
             figures,

@@ -9,7 +9,7 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -29,7 +29,7 @@ from graphpass.keys import CUDAGraphMode
 from graphpass.ladder.estimate import DeviceMemory, Key, KeyPool, MemoryEstimate, PoolModel, capture_within, estimated
 from graphpass.ladder.modelstate import ModelState
 from graphpass.ladder.traffic import CapturedGraph, timed_s
-from graphpass.ledger import Row
+from graphpass.ledger import Row, why_failed
 from graphpass.progress import capture_progress
 from graphpass.ranks.conversation import AgreedSteps
 from graphpass.report.records import MemoryGrowth
@@ -72,6 +72,17 @@ Checked: TypeAlias = dict[CapturedKey, Any]
 """{captured key whose weights and settings are known to be those of the capture: the attention metadata of its last
 step, whose fields are known to be those that the graph reads}"""
 
+
+@dataclass(frozen=True, slots=True)
+class RecurringTokens:
+    """A number of tokens that a padded key keeps serving."""
+
+    padded: Key  #: the key that serves most of these steps
+    #: keys for exactly so many tokens: what ``padded`` would be, then one for each value of other key fields
+    keys: tuple[Key, ...]
+    padding: int  #: tokens that padding has added
+
+
 StepOf: TypeAlias = Callable[[Key, CapturedKey], Callable[[], object]]
 """Makes a step of a captured key over padding alone."""
 
@@ -88,8 +99,10 @@ class CapturedKeys:
         self._by_key: dict[Key, CapturedKey] = {}
         self.costs: dict[Key, CapturedGraph] = {}  #: in the order of capture; steps of replaced weights included
         self.left_out: tuple[Key, ...] = ()  #: keys that were not captured because of ``max_bytes``
-        self._own: dict[Key, int] = {}  # {key of a recurring size: what counts for it, in bytes}
-        self._no_faster: set[Key] = set()  # keys of recurring sizes whose graphs were no faster than the padded ones
+        self._max_bytes: int | None = None  # of the last capture
+        self._own: set[Key] = set()  # keys of recurring sizes
+        self._padded: set[Key] = set()  # keys of recurring sizes that stay padded: their graphs fail or are no faster
+        self._unused: dict[Key, int] = {}  # {key of such a graph that cannot be dropped: what counts for it, in bytes}
         self._shared = PROCESS_MEMORY.shared(OwnGraphs, model.inputs.device)
         self._shared.adopt(self)
 
@@ -122,6 +135,7 @@ class CapturedKeys:
                 found=f"{len(self.costs)} keys, all captured" if self.costs else "a dispatcher without keys",
                 remedy=again if self.costs else none,
             )
+        self._max_bytes = max_bytes
         limited = self._on_some_rank(max_bytes is not None)
         fits = self.estimate().pool if limited else PoolModel({}, {}, {})
         with (
@@ -315,7 +329,8 @@ class CapturedKeys:
             state = self._model.state_of(call.args)
             assert state is not None, "a tensor that the first run has found in the model"
             self._states[call.callable] = state
-        plan, has_context = call.plan, self._model.attention is not None
+        # guard: debug_under_a_context
+        plan, has_context = call.plan, self._model.attention is not None or self._model.settings.policy.debug
         if plan is not None and (plan.reads.numbers or plan.reads.paths):
             has_context = True  # guard: steps_that_read_the_context
         return {
@@ -330,89 +345,103 @@ class CapturedKeys:
 
     # -- sizes that recur ---------------------------------------------------------------------------------------------
 
-    def adapt(self, max_graphs: int, step_of: StepOf) -> tuple[Key, ...]:
-        """Capture a key for each size that padding keeps serving, see :meth:`CudaGraphManager.adapt`.
+    def adapt(self, max_sizes: int, step_of: StepOf) -> tuple[Key, ...]:
+        """Capture keys for each size that padding keeps serving, see :meth:`CudaGraphManager.adapt`.
 
         ``step_of`` makes a step of a captured key over padding alone, to be timed.
         """
         self.refuse_none_captured()
-        under = self._recurring(max_graphs)
-        found = self._captured_within(list(under))
-        self._own |= {key: self._charged(captured) for key, captured in found.items()}
-        if self._room() < 0:  # the last one takes more than was expected
-            self._leave_padded([found.popitem()[0]])
-        faster: dict[Key, CapturedKey] = {}
-        with self._changed():
-            for key, captured in found.items():
-                padded = under[key]
-                own_s, padded_s = (
-                    self._seconds(*step, step_of) for step in ((key, captured), (padded, self._by_key[padded]))
-                )
-                if own_s < (1 - NOISE) * padded_s:  # guard: adapted_if_faster
-                    faster[key] = captured
-        for key, captured in faster.items():
-            self._dispatcher.add_key(*key)
-            self._add(key, captured)
-        self._leave_padded(found.keys() - faster.keys())
-        return tuple(faster)
+        # guard: adapted_to_weights
+        sizes = [size for size in self.recurring() if self._is_valid(self._by_key[size.padded])][:max_sizes]
+        tried: dict[Key, CapturedKey] = {}
+        kept: list[Key] = []
+        try:
+            served = self._captured_within(sizes, tried)
+            with self._changed():
+                faster = [size for size in served if self._is_faster(size, tried, step_of)]
+            kept = [key for size in faster for key in size.keys]
+            for key in kept:
+                self._dispatcher.add_key(*key)
+                self._own.add(key)
+                self._add(key, tried[key])
+        finally:
+            self._drop({key for size in sizes for key in size.keys}.difference(kept), tried)
+        return tuple(kept)
+
+    def recurring(self) -> list[RecurringTokens]:
+        """The sizes that padding has served often, those with the most padding first."""
+        if "num_tokens" not in self._dispatcher.capture_fields:
+            return []
+        replays: dict[tuple[CUDAGraphMode, bool, int, int], Counter[Key]] = {}
+        for key, captured in list(self._by_key.items()):
+            mode, descriptor = key
+            for known in list(captured.steps.values()):
+                kind = (mode, descriptor.uniform, descriptor.num_active_loras, known.inputs.sizes["num_tokens"])
+                replays.setdefault(kind, Counter())[key] += known.replays
+        found = []
+        for kind, by_key in replays.items():
+            (padded, _), times, num_tokens = by_key.most_common(1)[0], by_key.total(), kind[-1]
+            # A key that is longer in another field must not take the batches of shorter keys: each of these gets one.
+            alike = [key for key in self._all() if self._kind_of(key) == self._kind_of(padded)]
+            keys = tuple((mode, self._dispatcher.at_size(of, num_tokens)) for mode, of in (padded, *alike))
+            is_new = not any(key in self._by_key or key in self._padded for key in keys)
+            if times >= LEAST_REPLAYS and is_new:  # guard: adapted_after_replays
+                saved = times * (padded[1].num_tokens - num_tokens)
+                found.append(RecurringTokens(padded, tuple(dict.fromkeys(keys)), saved))
+        return sorted(found, key=lambda size: size.padding, reverse=True)
 
     def graphs(self) -> list[tuple[OwnGraph, float]]:
         """The graphs of recurring sizes, for the bound of the process; a manager does not give them back for others."""
-        return [(OwnGraph(num_bytes, drop=lambda: False), math.inf) for num_bytes in list(self._own.values())]
+        own = [captured for key in list(self._own) if (captured := self._by_key.get(key)) is not None]
+        charged = [*map(self._charged, own), *list(self._unused.values())]
+        return [(OwnGraph(num_bytes, drop=lambda: False), math.inf) for num_bytes in charged]
 
-    def _recurring(self, most: int) -> dict[Key, Key]:
-        """{key of a size: the padded key that serves it}, the sizes with the most padding first."""
-        replays: Counter[tuple[Key, Key]] = Counter()
-        if "num_tokens" in self._dispatcher.capture_fields:
-            # guard: adapted_to_weights
-            valid = [(key, captured) for key, captured in self._by_key.items() if self._is_valid(captured)]
-            for key, captured in valid:
-                for known in captured.steps.values():
-                    own = (key[0], self._dispatcher.at_size(key[1], known.inputs.sizes["num_tokens"]))
-                    replays[own, key] += known.replays
-        padding = {
-            (own, key): times * (key[1].num_tokens - own[1].num_tokens)
-            for (own, key), times in replays.items()
-            # guard: adapted_after_replays
-            if times >= LEAST_REPLAYS and own not in self._by_key and own not in self._no_faster
-        }
-        return dict(sorted(padding, key=padding.__getitem__, reverse=True)[:most])
+    @staticmethod
+    def _kind_of(key: Key) -> tuple[CUDAGraphMode, bool, int, int]:
+        mode, descriptor = key
+        return mode, descriptor.uniform, descriptor.num_active_loras, descriptor.num_tokens
 
-    def _captured_within(self, keys: Sequence[Key]) -> dict[Key, CapturedKey]:
-        """Capture the keys, in this order, as far as ``graph_bytes`` allows; none of them serves steps yet."""
-        mean, room = self._mean(), self._room()
-        expected = max(1, mean.pool_bytes + mean.driver_bytes)  # no room at all is none
-        found: dict[Key, CapturedKey] = {}
+    def _captured_within(
+        self, sizes: Sequence[RecurringTokens], tried: dict[Key, CapturedKey]
+    ) -> list[RecurringTokens]:
+        """Capture the keys of the sizes, in this order, as far as there is room; returns the sizes that have theirs."""
+        found = []
         with (
             self._changed(),
             self._runtime.capturing(by_calls=False),
-            capture_progress(keys, self._model.settings.progress) as progress,
+            capture_progress(sizes, self._model.settings.progress) as progress,
         ):
-            for key in keys:
-                if expected > room:  # guard: adapted_bytes
-                    self._runtime.warn(NO_ROOM.why, NO_ROOM.remedy, at=f"{key[0]} {key[1]}", is_recorded=True)
+            for size in sizes:
+                at = str(size.keys[0][1])
+                progress.set_postfix_str(at)
+                mean = self._mean()
+                expected = max(1, len(size.keys) * (mean.pool_bytes + mean.driver_bytes))  # no room at all is none
+                if self._room(tried) < expected:  # guard: adapted_bytes
+                    self._runtime.warn(NO_ROOM.why, NO_ROOM.remedy, at=at, is_recorded=True)
                     break
-                progress.set_postfix_str(f"{key[0]} {key[1]}")
-                found[key] = self._captured(key)
-                room -= self._charged(found[key])
+                try:
+                    for key in size.keys:
+                        tried[key] = self._captured(key)
+                except Exception as error:
+                    why = why_failed(error, otherwise="leave it padded")  # guard: adapted_after_failure
+                    self._runtime.warn(f"a size that recurs stays padded: {why}", why.remedy, at=at, is_recorded=True)
+                    self._padded.update(size.keys)
+                    continue
+                if self._room(tried) < 0:  # it takes more than was expected
+                    self._padded.update(size.keys)
+                    break
+                found.append(size)
                 progress.update()
         return found
 
-    def _room(self) -> int:
-        """Bytes that further graphs for recurring sizes may take."""
-        given, device = self._model.settings.graph_bytes, self._inputs.device
-        return (bytes_allowed(given, total_bytes(device), has_ladder=False) or 0) - self._shared.num_bytes()
-
-    def _mean(self) -> MemoryGrowth:
-        """What a capture has taken so far."""
-        growths = [captured.memory for captured in self.costs.values()]
-        total = MemoryGrowth.sum_of(growths)
-        return MemoryGrowth(*(max(0, num_bytes) // max(1, len(growths)) for num_bytes in astuple(total)))
-
-    def _charged(self, captured: CapturedKey) -> int:
-        """What counts for a graph: the driver takes memory for several at a time, so at least its mean."""
-        memory = captured.cost.memory
-        return memory.pool_bytes + max(memory.driver_bytes, self._mean().driver_bytes)
+    def _is_faster(self, size: RecurringTokens, tried: Mapping[Key, CapturedKey], step_of: StepOf) -> bool:
+        own = size.keys[0]
+        own_s = self._seconds(own, tried[own], step_of)
+        padded_s = self._seconds(size.padded, self._by_key[size.padded], step_of)
+        if own_s < (1 - NOISE) * padded_s:  # guard: adapted_if_faster
+            return True
+        self._padded.update(size.keys)
+        return False
 
     def _seconds(self, key: Key, captured: CapturedKey, step_of: StepOf) -> float:
         """Seconds of a step of a key; on the CPU, where time is no measure, its tokens."""
@@ -421,14 +450,37 @@ class CapturedKeys:
             return float(key[1].num_tokens)
         return timed_s(step_of(key, captured), device, runs=_TIMED_STEPS)
 
-    def _leave_padded(self, keys: Collection[Key]) -> None:
+    def _room(self, tried: Mapping[Key, CapturedKey]) -> int:
+        """Bytes that further graphs for recurring sizes may take."""
+        given, device = self._model.settings.graph_bytes, self._inputs.device
+        limit = bytes_allowed(given, total_bytes(device), has_ladder=False) or 0
+        room = limit - self._shared.num_bytes() - sum(map(self._charged, tried.values()))
+        if self._max_bytes is None:
+            return room
+        return min(room, self._max_bytes - self._runtime.pool_bytes())  # guard: adapted_within_max_bytes
+
+    def _mean(self) -> MemoryGrowth:
+        """What a capture has taken so far."""
+        growths = [captured.memory for captured in list(self.costs.values())]
+        total = MemoryGrowth.sum_of(growths)
+        return MemoryGrowth(*(max(0, num_bytes) // max(1, len(growths)) for num_bytes in astuple(total)))
+
+    def _charged(self, captured: CapturedKey) -> int:
+        """What counts for a graph: the driver takes memory for several at a time, so at least its mean."""
+        memory = captured.cost.memory
+        return memory.pool_bytes + max(memory.driver_bytes, self._mean().driver_bytes)
+
+    def _drop(self, keys: Collection[Key], tried: Mapping[Key, CapturedKey]) -> None:
         """Drop graphs that serve no steps. Beside other users of the runtime, whose keys may be equal, they stay."""
-        self._no_faster.update(keys)
+        before = self._runtime.lease.generation
         if keys and self._owns_runtime and self._runtime.drop(keys):  # guard: adapted_beside_others
-            for key in keys:
-                del self._own[key]
-            generation = self._runtime.lease.generation  # what was derived from the other graphs stays valid
-            self._by_key = {key: replace(one, generation=generation) for key, one in self._by_key.items()}
+            now = self._runtime.lease.generation  # what was valid before stays so
+            self._by_key = {
+                key: replace(one, generation=now) if one.generation == before else one  # guard: adapted_generations
+                for key, one in self._by_key.items()
+            }
+        else:
+            self._unused |= {key: self._charged(tried[key]) for key in keys if key in tried}
 
     # -- closing ------------------------------------------------------------------------------------------------------
 
@@ -442,8 +494,8 @@ class CapturedKeys:
     def _drop_graphs(self) -> None:
         self._by_key.clear()
         self.costs.clear()
-        self._own.clear()
-        self._no_faster.clear()
+        self._padded.clear()
+        self._unused.clear()
         self._dispatcher.forget_captured()
         self._runtime.close()
 

@@ -179,25 +179,26 @@ class CudaGraphManager:
         self.close()
         self.capture(max_bytes)
 
-    def adapt(self, max_graphs: int = 8) -> tuple[Key, ...]:
-        """Capture a graph of its own for each size that padding has served at least three times.
+    def adapt(self, max_sizes: int = 8) -> tuple[Key, ...]:
+        """Capture graphs for each number of tokens that padding has served at least three times.
 
         Call it between requests: a size that the model is not compiled for, as a single token, is compiled first. Sizes
-        come in the order of the tokens that padding has added, and a graph that is no faster than the padded one is
-        dropped. All such graphs of the process take at most ``graph_bytes``. Like a capture, it overwrites the results
-        of the last run.
+        come in the order of the tokens that padding has added. A size whose graph is no faster than the padded one, or
+        whose capture fails, stays padded, and its graphs are dropped, unless other code shares the runtime. All such
+        graphs of the process take at most ``graph_bytes``, and the pool at most the ``max_bytes`` of the last
+        :meth:`capture`. Like a capture, it overwrites the results of the last run.
 
         Args:
-            max_graphs: most graphs to capture now.
+            max_sizes: most sizes to capture now; a size has a graph for each value of the other key fields.
 
         Returns:
             (mode, key) of the new graphs.
 
         Raises:
-            CaptureError: nothing has been captured yet, or a key could not be captured; the error names the key.
-            OptionError: ``max_graphs`` is below 1, or the manager has an agreement, whose ranks would differ in keys.
+            CaptureError: nothing has been captured yet, or a setting of torch differs from the capture.
+            OptionError: ``max_sizes`` is below 1, or the manager has an agreement, whose ranks would differ in keys.
         """
-        positive(max_graphs, "max_graphs")
+        positive(max_sizes, "max_sizes")
         if self._ranks is not None:  # guard: adapted_alone
             raise OptionError(
                 "ranks cannot adapt to their own traffic",
@@ -206,7 +207,7 @@ class CudaGraphManager:
                 remedy="create the dispatchers of all ranks with these sizes (report().suggested_sizes())",
             )
         with self._turn:
-            return self._captured.adapt(max_graphs, self._example_step)
+            return self._captured.adapt(max_sizes, self._example_step)
 
     def run(self, batch: Batch) -> Any:
         """Run a batch: replay the graph of its key, or run the compiled model if no key fits.
@@ -260,7 +261,7 @@ class CudaGraphManager:
     def stats(self) -> ManagerStats:
         """A snapshot of the captured keys, their memory and traffic, and the batches without a graph."""
         return ManagerStats(
-            keys=tuple(Traffic.of(graph, self._replays) for graph in self._captured.costs.values()),
+            keys=tuple(Traffic.of(graph, self._replays) for graph in list(self._captured.costs.values())),
             fallbacks=MappingProxyType({reason: row.n for reason, row in self._fallbacks.items()}),
             fallback_tokens=sum(row.real for row in self._fallbacks.values()),
             left_out=self._captured.left_out,
@@ -271,7 +272,8 @@ class CudaGraphManager:
 
     def report(self) -> Report:
         """What is slow or missing, which keys replay, where padding goes, and what it cost; ``print`` it."""
-        return Report(self.stats().figures(self.runtime, type(self.model).__name__))
+        adapts = self._ranks is None and bool(self._captured.recurring())
+        return Report(self.stats().figures(self.runtime, type(self.model).__name__, adapts=adapts))
 
     def close(self) -> None:
         """Drop all graphs and release the pool. :meth:`capture` can be called again."""
@@ -409,10 +411,13 @@ class CudaGraphManager:
         batch = Batch(0, attention=self._model.example(descriptor))
         known = KnownStep(self._inputs.real(sizes, captured.inputs), captured.recipe.views(sizes), Row())
         checked: Checked = {captured: None}
+        rows = [row for row, _ in captured.plan.rows] if captured.plan is not None else []
 
         def run() -> None:
-            with self.runtime.uncounted(mode, descriptor):
-                self._replayed(step, batch, captured, known, checked)
+            before = [(row.n, row.items) for row in rows]
+            self._replayed(step, batch, captured, known, checked)
+            for row, counts in zip(rows, before, strict=True):
+                row.n, row.items = counts
 
         return run
 

@@ -140,17 +140,18 @@ class ManagerStats:
 
         return generate_latest(SimpleNamespace(collect=lambda: families)).decode()
 
-    def figures(self, runtime: GraphRuntime, subject: str) -> ReportFigures:
+    def figures(self, runtime: GraphRuntime, subject: str, *, adapts: bool = False) -> ReportFigures:
         """The figures of a report: those of the runtime, with the keys, batches and captures that the manager counted.
 
         Args:
             runtime: the manager's runtime.
             subject: the model's name.
+            adapts: whether ``adapt()`` would capture graphs for this traffic.
         """
         of_runtime = runtime.figures(subject)
         keys = tuple(self._key_uses(runtime.uses()))
         known = captured_sizes(keys, "num_tokens")
-        sizes = SizeTraffic("num_tokens", "capture_sizes", self.histogram, known, adapts=True)
+        sizes = SizeTraffic("num_tokens", "capture_sizes", self.histogram, known, adapts=adapts)
         places = tuple(f"{mode} {key}" for mode, key in self.left_out)
         remedy = "raise max_bytes, or leave sizes out of capture_sizes"
         left_out = Problem("not captured", "the graph pool would exceed max_bytes", places, remedy=remedy)

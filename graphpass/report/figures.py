@@ -88,7 +88,7 @@ class SizeTraffic:
     is_padded: bool = True  #: whether calls are padded along it; if not, a captured size serves that size alone
     limit: int = 16  #: the most sizes to suggest
     at_least: int = 0  #: a size that is always suggested, too; 0 for none
-    adapts: bool = False  #: whether ``adapt()`` captures sizes that recur
+    adapts: bool = False  #: whether ``adapt()`` would capture graphs for this traffic
 
     @property
     def suggested(self) -> tuple[int, ...]:

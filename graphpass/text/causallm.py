@@ -158,14 +158,14 @@ class CausalLM:
         with self._serving():
             self.manager.capture(max_bytes)
 
-    def adapt(self, max_graphs: int = 8) -> tuple[Key, ...]:
-        """Capture a graph of its own for each size that padding keeps serving, see :meth:`CudaGraphManager.adapt`.
+    def adapt(self, max_sizes: int = 8) -> tuple[Key, ...]:
+        """Capture graphs for each number of tokens that padding keeps serving, see :meth:`CudaGraphManager.adapt`.
 
         Without ``capture_sizes``, an engine for several requests serves a single one padded to two, since single tokens
         are compiled apart: this compiles them, once they recur.
         """
         with self._serving():
-            return self.manager.adapt(max_graphs)
+            return self.manager.adapt(max_sizes)
 
     def generate(
         self,

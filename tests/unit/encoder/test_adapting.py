@@ -10,6 +10,7 @@ from graphpass.encoder import PackingCosts
 from graphpass.encoder.graphs import EncoderGraphs
 from graphpass.encoder.protocol import EncoderGraphKey
 from graphpass.errors import CaptureError, EncoderConfigError
+from graphpass.ladder.estimate import NOTHING_ESTIMATED
 from graphpass.ladder.traffic import CapturedGraph
 from tests.unit.encoder import toy
 from tests.unit.encoder.toy import BUDGETS, MERGE, assert_right, made
@@ -109,7 +110,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(CaptureError, match="no graphs to adapt"):
         manager.adapt()
     manager.capture()
-    with pytest.raises(EncoderConfigError, match="max_graphs"):
+    with pytest.raises(EncoderConfigError, match="max_sizes"):
         manager.adapt(0)
     priced = made(toy.ToyEncoder(), costs=PackingCosts(dict.fromkeys(BUDGETS, 1.0), lambda tokens: 3.0 + tokens))
     repeated(priced, 9)
@@ -117,3 +118,44 @@ def test_what_is_refused() -> None:
         priced.adapt()
     assert_right(priced, toy.ToyEncoder())
     assert budgets(priced) == [32, 16, 8, 4]
+
+
+def test_another_setting_is_refused_and_replaced_weights_are_captured_first() -> None:
+    encoder = toy.ToyEncoder(toy.ToyTower(dropout=0.5))
+    manager = made(encoder)
+    repeated(manager, 11)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(CaptureError, match="autocast"):
+        manager.adapt()
+    encoder.tower.train()
+    with pytest.raises(CaptureError, match="train"):
+        manager.adapt()
+    encoder.tower.eval()
+    with torch.no_grad():
+        encoder.tower.embed.weight.data = encoder.tower.embed.weight.data * 2
+    assert manager.adapt() == (11,)
+    forwards = len(encoder.forwards)
+    assert_right(manager, encoder, [22])
+    assert len(encoder.forwards) == forwards, "nothing is captured again"
+
+
+@pytest.mark.parametrize("fails_at", [13, 32])
+def test_after_a_failure_the_next_request_captures_again(fails_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the pool was dropped, and the budgets of before were being captured again."""
+    monkeypatch.setattr("graphpass.encoder.graphs.GraphRuntime", lambda pool, device: GrowingRuntime())
+    encoder = toy.ToyEncoder()
+    manager = made(encoder, max_pool_bytes=400)
+    repeated(manager, 13)
+    monkeypatch.setattr("graphpass.encoder.graphs.EncoderLadder._what_fits", lambda ladder: NOTHING_ESTIMATED.pool)
+    of_key = EncoderGraphs.capture
+
+    def fails(graphs: EncoderGraphs, key: EncoderGraphKey) -> CapturedGraph:
+        if key.tokens == fails_at:
+            raise RuntimeError("boom")
+        return of_key(graphs, key)
+
+    monkeypatch.setattr(EncoderGraphs, "capture", fails)
+    with pytest.raises(RuntimeError, match="boom"):
+        manager.adapt()
+    monkeypatch.setattr(EncoderGraphs, "capture", of_key)
+    assert_right(manager, encoder)
+    assert budgets(manager) == [32, 16, 8, 4]

@@ -97,7 +97,7 @@ def test_the_most_padded_sizes_come_first() -> None:
     manager = captured(Rows().eval(), sizes=(10,))
     repeated(manager, 9, 2, 5)
     repeated(manager, 8, times=20)
-    assert adapted(manager, max_graphs=2) == [(FULL, 8), (FULL, 2)]
+    assert adapted(manager, max_sizes=2) == [(FULL, 8), (FULL, 2)]
     assert adapted(manager) == [(FULL, 5), (FULL, 9)]
     manager.close()
 
@@ -175,8 +175,118 @@ def test_keys_of_replaced_weights_are_left_alone() -> None:
     repeated(manager, 3)
     assert adapted(manager) == [(FULL, 3)]
     assert_right(manager)
+    repeated(manager, 5)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(CaptureError, match="autocast"):
         manager.adapt()
+
+
+class Bytes(GraphRuntime):
+    """A pool of so many bytes, by the number of graphs."""
+
+    sizes = (0, 100, 200, 300, 400, 100_000)
+
+    def pool_bytes(self) -> int:
+        return self.sizes[sum(counts.static_sets for counts in self.counts().values())]
+
+
+def test_a_size_beside_one_that_has_no_room_stays_as_it_was_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphpass.engine.manager.GraphRuntime", Bytes)
+    manager = captured(Rows().eval(), graph_bytes=10_000, on_moved_input="error")
+    repeated(manager, 5, times=6)
+    repeated(manager, 3)
+    assert adapted(manager) == [(FULL, 5)]
+    captures = manager.runtime.stats().captured
+    assert_right(manager, (5, 3, 8, 1))
+    assert manager.runtime.stats().captured == captures
+    assert adapted(manager) == []
+
+
+def test_a_key_of_dropped_graphs_is_not_revived(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = captured(Rows().eval(), sizes=(1, 2, 4, 8))
+    manager.runtime.lease.entries_dropped()  # as if a graph had died with a parameter
+    repeated(manager, 3)  # captures size 4 again, and forgets those of its callable
+
+    def stale() -> list[int]:
+        keys = manager._captured
+        return [key.num_tokens for (_, key), one in keys._by_key.items() if not keys._is_valid(one)]
+
+    assert stale() == [1]
+    monkeypatch.setattr(CapturedKeys, "_seconds", lambda *of: 1.0)
+    assert adapted(manager) == []
+    assert stale() == [1]
+    assert_right(manager)
+
+
+class Fails(nn.Module):
+    """Cannot run one size."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] == 1:
+            raise ValueError("not one")
+        return x * 2
+
+
+def test_a_size_that_cannot_be_captured_stays_padded_and_the_others_adapt() -> None:
+    manager = captured(Fails().eval())
+    for _ in range(3):
+        for size in (1, 3):
+            x = rows(size)
+            torch.testing.assert_close(run(manager, x), x * 2)
+    assert adapted(manager) == [(FULL, 3)]
+    assert "a size that recurs stays padded" in notes(manager)
+    assert "not one" in notes(manager)
+    assert adapted(manager) == []
+    torch.testing.assert_close(run(manager, rows(1)), rows(1) * 2)
+
+
+def test_an_interrupt_leaves_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = captured(Rows().eval())
+    repeated(manager, 3, 5)
+    of_key = CapturedKeys._captured
+
+    def interrupted(keys: CapturedKeys, key: Any) -> Any:
+        if key[1].num_tokens == 3:
+            raise KeyboardInterrupt
+        return of_key(keys, key)
+
+    monkeypatch.setattr(CapturedKeys, "_captured", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        manager.adapt()
+    assert sum(counts.static_sets for counts in manager.runtime.counts().values()) == 3
+    monkeypatch.undo()
+    assert adapted(manager) == [(FULL, 5), (FULL, 3)]
+    assert_right(manager, (5, 3))
+
+
+def test_keys_of_other_fields_keep_their_batches() -> None:
+    """A key of fewer tokens that is longer must not take the batches of a shorter one."""
+    sizes: Any = {"num_tokens": [2, 8], "length": [32, 4096]}
+    manager = captured(Rows().eval(), sizes=sizes)
+    repeated(manager, 6, extra=(("length", 4000),))
+    keys = [(key.num_tokens, dict(key.extra)["length"]) for _, key in manager.adapt()]
+    assert keys == [(6, 4096), (6, 32)]
+    for length, padded in ((20, 32), (100, 4096)):
+        run(manager, rows(5), extra=(("length", length),))
+        assert manager.last_step is not None
+        assert dict(manager.last_step.descriptor.extra)["length"] == padded
+
+
+def test_max_bytes_of_the_capture_holds() -> None:
+    manager = made(Rows().eval(), runtime=GrowingRuntime())
+    manager.capture(max_bytes=350)
+    repeated(manager, 3)
+    assert adapted(manager) == []
+    assert manager.runtime.pool_bytes() == 300
+
+
+def test_bytes_count_after_a_recapture() -> None:
+    manager = captured(Rows().eval(), runtime=GrowingRuntime(), graph_bytes=150)
+    for size in (3, 5):
+        repeated(manager, size)
+        found = adapted(manager)
+        manager.recapture()
+    assert found == []
+    assert len(captured_keys(manager)) == 4
 
 
 class Counted(nn.Module):
@@ -203,21 +313,26 @@ def test_state_of_the_model_and_inputs_stay_as_they_were() -> None:
     manager.close()
 
 
-def test_the_report_says_so() -> None:
+def test_the_report_says_where_it_would_help() -> None:
     manager = captured(Rows().eval())
     repeated(manager, 3)
     assert "or adapt() between requests" in str(manager.report())
+    manager.adapt()
+    repeated(manager, 9)  # no key holds it
+    report = str(manager.report())
+    assert "Suggested for this traffic" in report
+    assert "adapt()" not in report
     manager.close()
 
 
 @pytest.mark.parametrize(
-    ("max_graphs", "is_captured", "error", "match"),
-    [(0, True, OptionError, "max_graphs"), (8, False, CaptureError, "nothing has been captured yet")],
+    ("max_sizes", "is_captured", "error", "match"),
+    [(0, True, OptionError, "max_sizes"), (8, False, CaptureError, "nothing has been captured yet")],
 )
-def test_what_is_refused(max_graphs: int, is_captured: bool, error: type[Exception], match: str) -> None:
+def test_what_is_refused(max_sizes: int, is_captured: bool, error: type[Exception], match: str) -> None:
     manager = (captured if is_captured else made)(Rows().eval())
     with pytest.raises(error, match=match):
-        manager.adapt(max_graphs)
+        manager.adapt(max_sizes)
     manager.close()
 
 
