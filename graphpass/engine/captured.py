@@ -365,7 +365,8 @@ class CapturedKeys:
                 self._own.add(key)
                 self._add(key, tried[key])
         finally:
-            self._drop({key for size in sizes for key in size.keys}.difference(kept), tried)
+            begun = {key for size in sizes for key in size.keys if key in tried or key in self._padded}
+            self._drop(begun.difference(kept), tried)
         return tuple(kept)
 
     def recurring(self) -> list[RecurringTokens]:
@@ -378,11 +379,11 @@ class CapturedKeys:
             for known in list(captured.steps.values()):
                 kind = (mode, descriptor.uniform, descriptor.num_active_loras, known.inputs.sizes["num_tokens"])
                 replays.setdefault(kind, Counter())[key] += known.replays
-        found = []
+        found, of_all = [], self._all()
         for kind, by_key in replays.items():
             (padded, _), times, num_tokens = by_key.most_common(1)[0], by_key.total(), kind[-1]
             # A key that is longer in another field must not take the batches of shorter keys: each of these gets one.
-            alike = [key for key in self._all() if self._kind_of(key) == self._kind_of(padded)]
+            alike = [key for key in of_all if self._kind_of(key) == self._kind_of(padded)]
             keys = tuple((mode, self._dispatcher.at_size(of, num_tokens)) for mode, of in (padded, *alike))
             is_new = not any(key in self._by_key or key in self._padded for key in keys)
             if times >= LEAST_REPLAYS and is_new:  # guard: adapted_after_replays
