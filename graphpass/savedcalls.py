@@ -27,6 +27,7 @@ from graphpass.saved import (
     Parts,
     SavedFiles,
     UnstableError,
+    UsedKeys,
     assumed,
     contents_of,
     difference,
@@ -73,6 +74,9 @@ class SavedCalls:
         self._options, self._settings = options, Settings.of(options)
         self._store = None if self._settings.warm_start is None else SavedFiles(self._settings.warm_start)
         self._saved: dict[Any, list[_SavedCall]] = {}
+        self.used: UsedKeys | None = (
+            None  #: keys that traffic used in an earlier process, of the form that is loaded last
+        )
         self._num_loaded: dict[Any, int] = {}  # {form: callables of the runtime, when its calls had been loaded}
 
     def load(self, function: Callable[..., Any], form: Sequence[Any]) -> None:
@@ -80,7 +84,9 @@ class SavedCalls:
         if self._store is None:
             return
         try:
-            contents = self._store.find(self._name(form), self._parts(), CALL)
+            name, parts = self._name(form), self._parts()
+            self.used = UsedKeys(self._store, name, parts)
+            contents = self._store.find(name, parts, CALL)
             calls: Any = contents if isinstance(contents, Reason) else pickle.loads(contents)
             why = calls if isinstance(calls, Reason) else None
             for saved in calls if why is None else ():

@@ -127,6 +127,7 @@ class CapturedKeys:
 
     def capture_missing(self, max_bytes: int | None) -> None:
         """Capture every key that has no graph, see :meth:`CudaGraphManager.capture`."""
+        self._add_used()
         if not self.missing():
             again, none = "call recapture() to capture them again", "create the dispatcher with a mode and sizes"
             raise CaptureError(
@@ -391,6 +392,42 @@ class CapturedKeys:
                 found.append(RecurringTokens(padded, tuple(dict.fromkeys(keys)), saved))
         return sorted(found, key=lambda size: size.padding, reverse=True)
 
+    def _add_used(self) -> None:
+        """Add the keys of sizes that recurred in an earlier process with the same directory of ``warm_start``."""
+        used = self._model.used
+        if (
+            used is None
+            or not used.keys
+            or self._ranks is not None
+            or "num_tokens" not in self._dispatcher.capture_fields
+        ):
+            return
+        with replay_settings():
+            self._model.recipe()  # the first run may remove the FULL keys
+        for (of_mode, uniform, loras, num_tokens), _ in used.keys:
+            kind = (CUDAGraphMode(of_mode), bool(uniform), loras)
+            larger = [key for key in self._all() if self._kind_of(key)[:3] == kind and key[1].num_tokens >= num_tokens]
+            padded = min((key[1].num_tokens for key in larger), default=num_tokens)
+            is_whole = num_tokens % (self._dispatcher.uniform_decode_query_len if uniform else 1) == 0
+            for mode, descriptor in larger if is_whole and padded != num_tokens else ():
+                if descriptor.num_tokens == padded:
+                    own = (mode, self._dispatcher.at_size(descriptor, num_tokens))
+                    self._dispatcher.add_key(*own)
+                    self._own.add(own)
+
+    def _save_used(self) -> None:
+        """Save the sizes with keys of their own that served steps, for the next process."""
+        if self._model.used is None:
+            return
+        own = [(key, captured) for key in self._own if (captured := self._by_key.get(key)) is not None]
+        # guard: saved_sizes_served
+        kinds = {self._kind_of(key) for key, captured in own if any(known.replays for known in captured.steps.values())}
+        problem = self._model.used.write(
+            [((mode.value, *map(int, rest)), True) for mode, *rest in sorted(kinds, key=str)]
+        )
+        if problem is not None:
+            self._runtime.warn(f"the keys that traffic used are not saved: {problem.why}", problem.remedy)
+
     def graphs(self) -> list[tuple[OwnGraph, float]]:
         """The graphs of recurring sizes, for the bound of the process; a manager does not give them back for others."""
         own = [captured for key in list(self._own) if (captured := self._by_key.get(key)) is not None]
@@ -487,6 +524,7 @@ class CapturedKeys:
 
     def close(self) -> None:
         """Drop all graphs, release the pool, and discard the compiled code and the description of the results."""
+        self._save_used()
         self._drop_graphs()
         self.left_out, self._estimate = (), None
         self._states.clear()

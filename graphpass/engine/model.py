@@ -49,6 +49,7 @@ from graphpass.ladder.modelstate import (
 from graphpass.ledger import Reason
 from graphpass.options import Fallbacks, Settings
 from graphpass.paddedinputs import versions_of, written_since
+from graphpass.saved import UsedKeys
 from graphpass.savedcalls import SavedCalls
 
 _LEAST_SYMBOLIC = 2
@@ -103,6 +104,11 @@ class Model:
         self.compiled = torch.compile(function, backend="cgpass", options=self._options)
         self._recipe: Recipe | None = None
         self._checked: set[Any] = set()
+
+    @property
+    def used(self) -> UsedKeys | None:
+        """The keys that recurring sizes got in an earlier process; None without ``warm_start``."""
+        return self._saved.used
 
     def save_call(self, inputs: PaddedInputs) -> None:
         """Save Dynamo's work for calls with these inputs, with ``warm_start``."""

@@ -39,3 +39,53 @@ def test_a_manager_loads_what_another_one_saved(
         torch.testing.assert_close(second.run(gp.Batch(rows, inputs={"x": x})), model(x))
     assert not counters["frames"], second.runtime.notes
     assert second.runtime.compiled() == 0
+
+
+def served(made: gp.CudaGraphManager, *sizes: int, model: Stack) -> None:
+    for rows in sizes:
+        x = example(rows)
+        torch.testing.assert_close(made.run(gp.Batch(rows, inputs={"x": x})), model(x))
+
+
+def tokens(made: gp.CudaGraphManager) -> list[int]:
+    """Of the captured keys, in the order of capture."""
+    return [key.captured.descriptor.num_tokens for key in made.stats().keys]
+
+
+def test_sizes_that_recurred_are_keys_of_the_next_start(tmp_path: Path) -> None:
+    folder, model = tmp_path / "starts", stack(Plain)
+    first = manager(model, folder)
+    first.capture()
+    served(first, 1, 3, 1, 3, 1, 3, model=model)
+    assert {key.num_tokens for _, key in first.adapt()} == {1, 3}
+    served(first, 1, 2, model=model)  # 3 serves no step
+    first.close()
+    torch.compiler.reset()
+    counters.clear()
+    second = manager(model, folder)
+    second.capture()
+    assert sorted(tokens(second)) == [1, 2, 2, 4, 4]
+    served(second, 4, 3, 2, 1, model=model)
+    assert not counters["frames"], second.runtime.notes
+    second.close()
+    third = manager(model, folder)  # of which nobody asked anything
+    third.capture()
+    third.close()
+    fourth = manager(model, folder)
+    fourth.capture()
+    assert 1 in tokens(fourth)
+
+
+def test_sizes_that_no_key_of_now_holds_are_left_alone(tmp_path: Path) -> None:
+    folder, model = tmp_path / "starts", stack(Plain)
+    first = manager(model, folder)
+    first.capture()
+    served(first, *[3] * 3, model=model)
+    first.adapt()
+    served(first, 3, model=model)
+    first.close()
+    for sizes, expected in (((2,), [2, 2]), ((3, 4), [4, 3, 4, 3])):
+        other = manager(model, folder, sizes)
+        other.capture()
+        assert tokens(other) == expected
+        other.close()
