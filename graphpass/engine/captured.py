@@ -274,15 +274,13 @@ class CapturedKeys:
         model, recipe = self._model, self._model.recipe()
         inputs = self._inputs.at(model.sizes_of(descriptor))
         before, started = self._memory.reading(), time.perf_counter()
-        compiled = self._runtime.compiled()
         with self._scope_of(key, recipe, inputs) as scope:
             assert scope.prepare is not None
             metadata = scope.prepare()
             context = model.context(metadata, inputs, mode, descriptor, descriptor.num_tokens)
             with context, model.hooked(mode), fields_named(model.attention, metadata):
                 result = model.compiled(**inputs.arguments)
-                if self._runtime.compiled() > compiled:  # the sizes of the first run do not cover it, as a single token
-                    model.save_call(inputs)  # guard: saved_calls_of_sizes
+                model.save_call(inputs, scope.reached)  # guard: saved_calls_of_sizes
         if not scope.reached:
             raise nothing_reached(f"{mode} {descriptor}")
         model.check_graphs(scope.reached, inputs)  # guard: manager_mixing_of_sizes

@@ -104,15 +104,19 @@ class Model:
         self.compiled = torch.compile(function, backend="cgpass", options=self._options)
         self._recipe: Recipe | None = None
         self._checked: set[Any] = set()
+        self._with_saved_calls: set[Any] = set()
 
     @property
     def used(self) -> UsedKeys | None:
         """The keys that recurring sizes got in an earlier process; None without ``warm_start``."""
         return self._saved.used
 
-    def save_call(self, inputs: PaddedInputs) -> None:
-        """Save Dynamo's work for calls with these inputs, with ``warm_start``."""
-        self._saved.save(entry_of(self._model), tuple(self.inputs.tensors), (), inputs.arguments)
+    def save_call(self, inputs: PaddedInputs, reached: Reached) -> None:
+        """Save Dynamo's work for a call with these inputs, which has reached these callables; each once."""
+        new = {call.callable for call in reached} - self._with_saved_calls
+        if new:  # guard: saved_calls_once
+            self._with_saved_calls |= new
+            self._saved.save(entry_of(self._model), tuple(self.inputs.tensors), (), inputs.arguments)
 
     def find_modules(self) -> None:
         """Update :attr:`modules` to the model's current modules."""
@@ -299,9 +303,9 @@ class Model:
                     versions = versions_of(inputs.buffers)
                     result = self.compiled(**inputs.arguments)
                     written = written_since(inputs.buffers, versions)
-                    self.save_call(inputs)
                     if not scope.reached:
                         raise nothing_reached(f"{sizes['num_tokens']} tokens")
+                    self.save_call(inputs, scope.reached)
                     for call in scope.reached:
                         refuse_side_effects(call.callable.side_effects, state)
                     # guard: manager_kept_between_graphs

@@ -10,11 +10,14 @@ import torch
 from torch._dynamo.utils import counters
 
 import graphpass as gp
+from graphpass.savedcalls import SavedCalls
 from tests.unit.saved.stack import INPUTS, Plain, Stack, example, stack
 
 
-def manager(model: Stack, folder: Path, sizes: Sequence[int] = (2, 4)) -> gp.CudaGraphManager:
-    dispatcher = gp.CudagraphDispatcher("FULL_AND_PIECEWISE", sizes, max_num_reqs=4)
+def manager(
+    model: Stack, folder: Path, sizes: Sequence[int] = (2, 4), mode: str = "FULL_AND_PIECEWISE"
+) -> gp.CudaGraphManager:
+    dispatcher = gp.CudagraphDispatcher(mode, sizes, max_num_reqs=4)
     inputs = [gp.InputSpec("x", (4, INPUTS), torch.float32)]
     return gp.CudaGraphManager(model, dispatcher, inputs, compiler="eager", progress=False, warm_start=folder)
 
@@ -76,6 +79,26 @@ def test_sizes_that_recurred_are_keys_of_the_next_start(tmp_path: Path) -> None:
     assert 1 in tokens(fourth)
 
 
+def test_a_size_that_a_batch_without_a_graph_compiled_is_saved_when_it_gets_one(tmp_path: Path) -> None:
+    folder, model, x = tmp_path / "starts", stack(Plain), example(1)
+    first = manager(model, folder, mode="FULL_DECODE_ONLY")
+    first.capture()
+    first.run(gp.Batch(1, inputs={"x": x}))  # mixed
+    decode = gp.Batch(1, inputs={"x": x}, uniform_decode=True)
+    for _ in range(3):
+        first.run(decode)
+    assert len(first.adapt()) == 1
+    first.run(decode)
+    first.close()
+    torch.compiler.reset()
+    counters.clear()
+    second = manager(model, folder, mode="FULL_DECODE_ONLY")
+    second.capture()
+    torch.testing.assert_close(second.run(decode), model(x))
+    assert tokens(second) == [4, 2, 1]
+    assert not counters["frames"], second.runtime.notes
+
+
 def test_sizes_that_no_key_of_now_holds_are_left_alone(tmp_path: Path) -> None:
     folder, model = tmp_path / "starts", stack(Plain)
     first = manager(model, folder)
@@ -89,3 +112,13 @@ def test_sizes_that_no_key_of_now_holds_are_left_alone(tmp_path: Path) -> None:
         other.capture()
         assert tokens(other) == expected
         other.close()
+
+
+def test_the_call_of_a_callable_is_saved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[int] = []
+    of_call = SavedCalls.save
+    monkeypatch.setattr(SavedCalls, "save", lambda *given: (saved.append(len(given[4]["x"])), of_call(*given)))
+    first = manager(stack(Plain), tmp_path / "starts", (1, 2, 4))
+    first.capture()
+    assert saved == [4, 1]  # the first run, and single tokens
+    first.close()
