@@ -30,6 +30,7 @@ from tests.unit.engine.managed import (
     rows,
     run,
 )
+from tests.unit.engine.test_manager_capture import Counts
 
 
 def repeated(manager: CudaGraphManager, *sizes: int, times: int = 3, **given: Any) -> None:
@@ -289,25 +290,13 @@ def test_bytes_count_after_a_recapture() -> None:
     assert len(captured_keys(manager)) == 4
 
 
-class Counted(nn.Module):
-    """Counts its forwards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("forwards", torch.zeros(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.forwards.add_(1)
-        return x * 2
-
-
 def test_state_of_the_model_and_inputs_stay_as_they_were() -> None:
-    model = Counted().eval()
+    model = Counts().eval()
     manager = captured(model)
     repeated(manager, 3)
     manager.buffers["x"].fill_(7)
     assert adapted(manager) == [(FULL, 3)]
-    assert model.forwards.item() == 3
+    assert model.steps.item() == 3
     assert manager.buffers["x"].eq(7).all()
     assert manager.stats().replays == 3
     manager.close()
