@@ -74,9 +74,8 @@ class SavedCalls:
         self._options, self._settings = options, Settings.of(options)
         self._store = None if self._settings.warm_start is None else SavedFiles(self._settings.warm_start)
         self._saved: dict[Any, list[_SavedCall]] = {}
-        self.used: UsedKeys | None = (
-            None  #: keys that traffic used in an earlier process, of the form that is loaded last
-        )
+        #: the keys that traffic used in an earlier process, of the form that was loaded last
+        self.used: UsedKeys | None = None
         self._num_loaded: dict[Any, int] = {}  # {form: callables of the runtime, when its calls had been loaded}
 
     def load(self, function: Callable[..., Any], form: Sequence[Any]) -> None:

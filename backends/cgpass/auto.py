@@ -380,8 +380,7 @@ class AutoDispatcher:
         """Drop keys, buffers and all remembered calls; called when the graphs are dropped."""
         problem = None if self.used is None else self.used.write(self.rules.keys.used(lambda key: self._counts(key).n))
         if problem is not None:
-            reason = replace(problem, why=f"the keys that traffic used are not saved: {problem.why}")
-            self._runtime.ledger.note(reason, at=self._name, is_problem=True)
+            self._runtime.ledger.note(problem, at=self._name, is_problem=True)
         self._own = None
         self._memory.clear()
         self._masks.clear()

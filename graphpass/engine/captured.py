@@ -83,6 +83,9 @@ class RecurringTokens:
     padding: int  #: tokens that padding has added
 
 
+_Kind: TypeAlias = tuple[CUDAGraphMode, bool, int]
+"""What keys that differ in sizes alone have in common: mode, whether for uniform decode, number of adapters."""
+
 StepOf: TypeAlias = Callable[[Key, CapturedKey], Callable[[], object]]
 """Makes a step of a captured key over padding alone."""
 
@@ -372,46 +375,47 @@ class CapturedKeys:
         """The sizes that padding has served often, those with the most padding first."""
         if "num_tokens" not in self._dispatcher.capture_fields:
             return []
-        replays: dict[tuple[CUDAGraphMode, bool, int, int], Counter[Key]] = {}
+        replays: dict[tuple[_Kind, int], Counter[Key]] = {}
         for key, captured in list(self._by_key.items()):
-            mode, descriptor = key
             for known in list(captured.steps.values()):
-                kind = (mode, descriptor.uniform, descriptor.num_active_loras, known.inputs.sizes["num_tokens"])
-                replays.setdefault(kind, Counter())[key] += known.replays
+                size = (_kind_of(key), known.inputs.sizes["num_tokens"])
+                replays.setdefault(size, Counter())[key] += known.replays
         found, of_all = [], self._all()
-        for kind, by_key in replays.items():
-            (padded, _), times, num_tokens = by_key.most_common(1)[0], by_key.total(), kind[-1]
-            # A key that is longer in another field must not take the batches of shorter keys: each of these gets one.
-            alike = [key for key in of_all if self._kind_of(key) == self._kind_of(padded)]
-            keys = tuple((mode, self._dispatcher.at_size(of, num_tokens)) for mode, of in (padded, *alike))
+        for (kind, num_tokens), by_key in replays.items():
+            (padded, _), times = by_key.most_common(1)[0], by_key.total()
+            mode, descriptor = padded
+            served = (mode, self._dispatcher.at_size(descriptor, num_tokens))
+            keys = tuple(dict.fromkeys((served, *self._at_size(of_all, kind, descriptor.num_tokens, num_tokens))))
             is_new = not any(key in self._by_key or key in self._padded for key in keys)
             if times >= LEAST_REPLAYS and is_new:  # guard: adapted_after_replays
-                saved = times * (padded[1].num_tokens - num_tokens)
-                found.append(RecurringTokens(padded, tuple(dict.fromkeys(keys)), saved))
+                found.append(RecurringTokens(padded, keys, times * (descriptor.num_tokens - num_tokens)))
         return sorted(found, key=lambda size: size.padding, reverse=True)
+
+    def _at_size(self, keys: Sequence[Key], kind: _Kind, padded: int, num_tokens: int) -> list[Key]:
+        """Keys for exactly ``num_tokens``, like those of a kind with ``padded`` tokens.
+
+        There is one for each value of the other key fields, as a longer one must not take the batches of shorter keys.
+        """
+        alike = [key for key in keys if _kind_of(key) == kind and key[1].num_tokens == padded]
+        return [(mode, self._dispatcher.at_size(descriptor, num_tokens)) for mode, descriptor in alike]
 
     def _add_used(self) -> None:
         """Add the keys of sizes that recurred in an earlier process with the same directory of ``warm_start``."""
-        used = self._model.used
-        if (
-            used is None
-            or not used.keys
-            or self._ranks is not None
-            or "num_tokens" not in self._dispatcher.capture_fields
-        ):
+        used = () if self._model.used is None or self._ranks is not None else self._model.used.keys
+        if not used or "num_tokens" not in self._dispatcher.capture_fields:
             return
         with replay_settings():
             self._model.recipe()  # the first run may remove the FULL keys
-        for (of_mode, uniform, loras, num_tokens), _ in used.keys:
-            kind = (CUDAGraphMode(of_mode), bool(uniform), loras)
-            larger = [key for key in self._all() if self._kind_of(key)[:3] == kind and key[1].num_tokens >= num_tokens]
-            padded = min((key[1].num_tokens for key in larger), default=num_tokens)
+        for (of_mode, uniform, loras, num_tokens), _ in used:
+            kind, keys = (CUDAGraphMode(of_mode), bool(uniform), loras), self._all()
+            larger = [
+                of.num_tokens for mode, of in keys if _kind_of((mode, of)) == kind and of.num_tokens >= num_tokens
+            ]
             is_whole = num_tokens % (self._dispatcher.uniform_decode_query_len if uniform else 1) == 0
-            for mode, descriptor in larger if is_whole and padded != num_tokens else ():
-                if descriptor.num_tokens == padded:
-                    own = (mode, self._dispatcher.at_size(descriptor, num_tokens))
-                    self._dispatcher.add_key(*own)
-                    self._own.add(own)
+            if is_whole and larger and min(larger) != num_tokens:
+                for key in self._at_size(keys, kind, min(larger), num_tokens):
+                    self._dispatcher.add_key(*key)
+                    self._own.add(key)
 
     def _save_used(self) -> None:
         """Save the sizes with keys of their own that served steps, for the next process."""
@@ -419,23 +423,17 @@ class CapturedKeys:
             return
         own = [(key, captured) for key in self._own if (captured := self._by_key.get(key)) is not None]
         # guard: saved_sizes_served
-        kinds = {self._kind_of(key) for key, captured in own if any(known.replays for known in captured.steps.values())}
-        problem = self._model.used.write(
-            [((mode.value, *map(int, rest)), True) for mode, *rest in sorted(kinds, key=str)]
-        )
+        served = [key for key, captured in own if any(known.replays for known in captured.steps.values())]
+        sizes = {(mode.value, int(of.uniform), of.num_active_loras, of.num_tokens) for mode, of in served}
+        problem = self._model.used.write([(size, True) for size in sorted(sizes)])
         if problem is not None:
-            self._runtime.warn(f"the keys that traffic used are not saved: {problem.why}", problem.remedy)
+            self._runtime.warn(problem.why, problem.remedy)
 
     def graphs(self) -> list[tuple[OwnGraph, float]]:
         """The graphs of recurring sizes, for the bound of the process; a manager does not give them back for others."""
         own = [captured for key in list(self._own) if (captured := self._by_key.get(key)) is not None]
         charged = [*map(self._charged, own), *list(self._unused.values())]
         return [(OwnGraph(num_bytes, drop=lambda: False), math.inf) for num_bytes in charged]
-
-    @staticmethod
-    def _kind_of(key: Key) -> tuple[CUDAGraphMode, bool, int, int]:
-        mode, descriptor = key
-        return mode, descriptor.uniform, descriptor.num_active_loras, descriptor.num_tokens
 
     def _captured_within(
         self, sizes: Sequence[RecurringTokens], tried: dict[Key, CapturedKey]
@@ -535,6 +533,11 @@ class CapturedKeys:
         self._unused.clear()
         self._dispatcher.forget_captured()
         self._runtime.close()
+
+
+def _kind_of(key: Key) -> _Kind:
+    mode, descriptor = key
+    return mode, descriptor.uniform, descriptor.num_active_loras
 
 
 def _moved_weights(key: Key, remedy: str) -> StaticInputError:

@@ -9,7 +9,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +165,9 @@ class UsedKeys:
         if not keys:
             return None
         written = self._files.write(self._name, self._parts, KEYS, json.dumps(keys).encode())
-        return written if isinstance(written, Reason) else None
+        if isinstance(written, Reason):
+            return replace(written, why=f"the keys that traffic used are not saved: {written.why}")
+        return None
 
 
 def file_name(name: str, parts: Parts, kind: str) -> str:
