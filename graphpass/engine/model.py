@@ -271,7 +271,9 @@ class Model:
         keys = [key for _, keys in self.dispatcher.capture_plan() for key in keys]
         for key in keys:
             self.sizes_of(key)
-        num_tokens = max((key.num_tokens for key in keys), default=self.inputs.largest["num_tokens"])
+        largest = self.inputs.largest["num_tokens"]
+        num_tokens = max((key.num_tokens for key in keys), default=largest)
+        num_tokens = max(num_tokens, min(_LEAST_SYMBOLIC, largest))  # guard: learned_from_several_tokens
         if num_tokens == self.inputs.largest.get("num_reqs"):
             num_tokens += -1 if num_tokens > _LEAST_SYMBOLIC else 1
         sizes = {**self.inputs.largest, "num_tokens": num_tokens}

@@ -16,6 +16,7 @@ from tests.unit.engine.managed import (
     LARGEST,
     WIDTH,
     Attends,
+    Doubled,
     SlotBuilder,
     X,
     assert_right,
@@ -264,6 +265,15 @@ def test_a_graph_that_only_some_sizes_have_is_checked() -> None:
     with pytest.raises(CaptureError, match="mean"):
         manager.capture()
     assert [key.captured.descriptor.num_tokens for key in manager.stats().keys] == [8, 4]
+
+
+def test_keys_of_one_token_are_no_exception() -> None:
+    """A size of 1 has no symbol, but a batch without a graph may have several tokens."""
+    refused("mixes the tokens", lambda x: x - x.mean(0), sizes=(1,))
+    manager = captured(Doubled(), sizes=(1,))
+    assert_right(manager, (1, 3, 8))
+    assert run(manager, rows(0)).shape == (0, WIDTH)
+    manager.close()
 
 
 def test_a_model_that_fixes_the_number_of_tokens_is_refused() -> None:
