@@ -24,7 +24,7 @@ from graphpass.encoder.planner import PackingCosts, one_by_one, replay_cost
 from graphpass.encoder.protocol import EncoderGraphKey, EncoderItemSpec
 from graphpass.ladder.traffic import timed_s
 
-_TIMED_SIZES = 12
+_TIMED_SIZES, _TIMED_EAGERLY = 12, 6  # an eager call takes several times as long as a replay
 _FILLED = 0.95
 """Examples of other items are compared if they have at least this share of the usual example's tokens."""
 _NEVER_S = 1e6
@@ -109,7 +109,7 @@ class EncoderCosts:
 
 @dataclass(frozen=True, slots=True)
 class _Timing:
-    """Measured seconds of one load of ``key``; ``eager_s`` is infinite if there was no memory."""
+    """Measured seconds of one load of ``key``; ``eager_s`` is infinite if there was no memory, or it was not timed."""
 
     key: EncoderGraphKey
     load: Load
@@ -137,10 +137,13 @@ def measured_costs(
             by_axes.setdefault(key.axes, []).append(key)
         # An eager call does not depend on bounds of axes: only the ladder with the largest budget is measured.
         largest = max(by_axes.values(), key=lambda ladder: ladder[-1].tokens)
-        usual = [_timed(key, example_of(key, None), device) for key in spread(largest, _TIMED_SIZES)]
-        others = _timed_with_other_items(usual, example_of, device)
+        sizes = spread(largest, _TIMED_SIZES)
+        eagerly = spread(sizes, _TIMED_EAGERLY)
+        usual = [_timed(key, example_of(key, None), device, eagerly=key in eagerly) for key in sizes]
+        both = [timing for timing in usual if timing.key in eagerly]
+        others = _timed_with_other_items(both, example_of, device)
         of_replay = _fitted([(timing, timing.replay_s) for timing in (*usual, *others)])
-        of_eager = _fitted([(timing, timing.eager_s) for timing in (*usual, *others)])
+        of_eager = _fitted([(timing, timing.eager_s) for timing in (*both, *others)])
         for ladder in by_axes.values():
             timed = [(timing.key, timing.load, timing.replay_s) for timing in usual]
             if ladder is not largest:
@@ -149,7 +152,7 @@ def measured_costs(
             seconds = [max(0.0, all_s - of_replay.of_call(load)) for _, load, all_s in timed]
             known = np.interp([key.tokens for key in ladder], [key.tokens for key, *_ in timed], seconds)
             replay_s |= zip(ladder, known.tolist(), strict=True)
-        eager[group] = _curve(usual, of_eager)
+        eager[group] = _curve(both, of_eager)
         surcharges[group] = ItemCosts(of_eager.each_s - of_replay.each_s, of_eager.square_s - of_replay.square_s)
     return EncoderCosts(replay_s, eager, surcharges)
 
@@ -167,10 +170,11 @@ def _timed_with_other_items(usual: Sequence[_Timing], example_of: ExampleOf, dev
     return found
 
 
-def _timed(key: EncoderGraphKey, example: TimedExample, device: torch.device) -> _Timing:
+def _timed(key: EncoderGraphKey, example: TimedExample, device: torch.device, *, eagerly: bool = True) -> _Timing:
     replay_s, eager_s = timed_s(example.replay, device), math.inf
-    with contextlib.suppress(torch.OutOfMemoryError):
-        eager_s = timed_s(example.eager, device)
+    if eagerly:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            eager_s = timed_s(example.eager, device)
     return _Timing(key, example.load, replay_s, eager_s)
 
 

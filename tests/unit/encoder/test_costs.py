@@ -120,7 +120,10 @@ def test_a_few_sizes_are_timed_and_those_between_interpolated(timed: list[tuple[
         assert len(counts) == 12
         assert (min(counts), max(counts)) == (1, 40)
     eagerly = [tokens for kind, _, tokens in of_a if kind == "eager"]
-    assert eagerly == [tokens for kind, bound, tokens in of_a if (kind, bound) == ("replay", 8)]
+    replayed = [tokens for kind, bound, tokens in of_a if (kind, bound) == ("replay", 8)]
+    assert len(eagerly) == 6
+    assert set(eagerly) < set(replayed)
+    assert (min(eagerly), max(eagerly)) == (1, 40)
     assert [key.tokens for kind, key in timed if kind == "eager" and key in groups["b"]] == [5, 6, 7]
     assert found.eager["a"](np.array([1, 20, 40, 80])) == pytest.approx([3, 60, 120, 240])
 
