@@ -103,8 +103,8 @@ def _captured(
     parts = partition(traced.whole, settings.splitting_ops)
     partition_s = time.perf_counter() - start_s
     sizes = NamedSizes.of(parts, traced.whole, settings, is_first=not runtime.callables())
-    # Proofs need aten graphs. Without symbolic sizes nothing can be padded, but a manager proves other properties.
-    trace = AtenGraph.of if parts.has_symbols() or not settings.dispatches_itself() else None
+    # Proofs need aten graphs, and are about symbolic sizes. Without a trace the compiler uses its cache of AOT graphs.
+    trace = AtenGraph.of if parts.has_symbols() else None
     dynamo.forget_arguments(traced.whole.graph)
     compiled = _compiled(name, parts, sizes, trace, runtime, settings)
     cache = runtime.owned(CallableCache)
