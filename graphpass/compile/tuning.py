@@ -113,7 +113,7 @@ class Tuning:
     callable: str  #: the callable's name
     tuner: Tuner
     ledger: Ledger
-    seconds: float  #: no variant is begun that would not end within so many, by the longest of its range so far
+    seconds: float  #: no variant is begun that would not end within so many, by the longest of its region so far
     progress: bool | None  #: see :func:`graphpass.progress.progress_bar`
     #: (region, arguments) -> tensors that the region returns, then its written inputs, as computed in a wide type on
     #: copies of the written inputs
@@ -146,6 +146,7 @@ class TunedRegion:
         self._bounds = {symbol: symbolic.bounds_of(shape_env, symbol) for symbol in self._symbols}
         self._settings = _ambient_settings()
         self._chosen: dict[tuple[int, ...], SizedArtifact | None] = {}  # for each range; None: the untuned artifact
+        self._longest_s = 0.0  # of all variants, for any range
         self._is_readable = None not in self._symbols.values()
         if not self._is_readable:
             tuning.ledger.note(Reason("not tuned: no argument has one of its sizes"), at=str(self._id), is_problem=True)
@@ -219,11 +220,10 @@ class TunedRegion:
         before = rows[named, UNTUNED]
         try:
             with contextlib.closing(_Contest(measurement, args, self._region, tuning.reference)) as contest:
-                longest_s = 0.0
                 for name, settings in _tried(ranges, where, tuning.progress):
                     began_s = measurement.now()
                     left_s = tuning.seconds - spent_s - began_s
-                    if left_s <= 0 or left_s < longest_s:  # guard: tuning_time
+                    if left_s <= 0 or left_s < self._longest_s:  # guard: tuning_time
                         ledger.note(_OUT_OF_TIME, at=where, is_problem=True)
                         break
                     before.least_s = contest.begun(untuned)
@@ -232,7 +232,7 @@ class TunedRegion:
                         refused = contest.against(name, made.function)
                     except Exception as error:
                         refused = f"it failed: {summary(error)}"
-                    longest_s = max(longest_s, measurement.now() - began_s)
+                    self._longest_s = max(self._longest_s, measurement.now() - began_s)
                     if refused is not None:
                         ledger.note(Reason(f"tuned without {name}: {refused}"), at=where)
                         continue

@@ -228,6 +228,12 @@ def test_no_variant_is_begun_once_the_time_is_spent(compile_s: float, bench: Ben
     assert any("tune_seconds is spent" in problem.what for problem in report.problems)
 
 
+def test_the_longest_variant_of_a_region_counts_for_all_ranges(bench: Bench, rt: gp.GraphRuntime) -> None:
+    bench.compile_s = 45.0
+    captured(layer(), rt, capture_sizes=[4, 16])
+    assert bench.tried() == [(PDL,), (DESCENT,)]  # 30 of 120 s are left for the other range
+
+
 def test_the_time_is_one_for_all_regions_of_a_runtime(bench: Bench, rt: gp.GraphRuntime) -> None:
     def two(self: Any, x: torch.Tensor) -> torch.Tensor:
         x = torch.ops.compiletest.cut(x + 1)
