@@ -37,7 +37,7 @@ from graphpass.ledger import Reason
 from graphpass.options import Fallbacks, Settings
 from graphpass.regions.execute import value_of
 from graphpass.regions.floats import FloatInputs, floats_as_tensors
-from graphpass.regions.padding import AtenGraph
+from graphpass.regions.padding import AtenGraph, ignores_numbers
 from graphpass.regions.split import Partition, partition, uncompiled_copy
 from graphpass.regions.symbols import graph_inputs
 from graphpass.report.records import CallableRecord, CompileSeconds
@@ -114,7 +114,7 @@ def _captured(
         return known
     _dump(name, parts, settings)
     eager = [region for region in parts.regions if region.kind == "eager"]
-    traces = {**compiled.traces, **({} if trace is None else traced_regions(eager, trace))}
+    traces = {**compiled.traces, **({} if trace is None else traced_regions(eager, trace, ignores_numbers))}
     start_s = time.perf_counter()
     rules, proof = dispatched(name, parts, traces, settings) if settings.dispatches_itself() else (None, None)
     proof_s = time.perf_counter() - start_s

@@ -191,13 +191,18 @@ class RegionCompiler:
         return CompiledRegions(MappingProxyType(by_name), MappingProxyType(traces), num_new, *seconds)
 
 
-def traced_regions(regions: Sequence[Any], trace: TraceFunction) -> dict[str, RegionTrace]:
-    """Call ``trace`` with the aten graphs of regions that are not compiled, once for each structure."""
+def traced_regions(
+    regions: Sequence[Any], trace: TraceFunction, ignores_numbers: Callable[[Any], bool] = lambda target: False
+) -> dict[str, RegionTrace]:
+    """Call ``trace`` with the aten graphs of regions that are not compiled, once for each structure.
+
+    ``ignores_numbers`` is that of :func:`graphpass.compile.structure.structure_of`, for what reads the traces.
+    """
     results_of: dict[Any, GraphTrace] = {}
     traces = {}
     for region in regions:
         try:
-            structure = structure_of(region.graph_module, "eager")
+            structure = structure_of(region.graph_module, "eager", ignores_numbers)
         except Exception as error:
             traces[region.name] = RegionTrace(None, f"its inputs or ops have no structure: {type(error).__name__}")
             continue

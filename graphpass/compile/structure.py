@@ -9,7 +9,7 @@ the same facts hold for both symbols.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,9 +51,14 @@ class Structure:
         return tuple(expression.xreplace(names) for expression in expressions)
 
 
-def structure_of(graph_module: fx.GraphModule, compiler: str) -> Structure:
-    """The structure of a region, whose nodes carry fake tensors and symbolic sizes, for one compiler."""
-    return _StructureReader(graph_module).read(compiler)
+def structure_of(
+    graph_module: fx.GraphModule, compiler: str, ignores_numbers: Callable[[Any], bool] = lambda target: False
+) -> Structure:
+    """The structure of a region, whose nodes carry fake tensors and symbolic sizes, for one compiler.
+
+    Numbers among the arguments of ops for which ``ignores_numbers(target)`` is true are not part of the key.
+    """
+    return _StructureReader(graph_module, ignores_numbers).read(compiler)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,8 +77,8 @@ class _Itself:
 class _StructureReader:
     """Reads one region; owns the numbering of its nodes and symbols."""
 
-    def __init__(self, graph_module: fx.GraphModule) -> None:
-        self._owner = graph_module
+    def __init__(self, graph_module: fx.GraphModule, ignores_numbers: Callable[[Any], bool]) -> None:
+        self._owner, self._ignores_numbers = graph_module, ignores_numbers
         self._numbers: dict[fx.Node, int] = {}
         self._symbols: dict[sympy.Symbol, sympy.Symbol] = {}
 
@@ -106,7 +111,8 @@ class _StructureReader:
                 ops.append((node.op, _Itself(self._owner.get_submodule(str(node.target))), self._arguments(node)))
             elif node.op != "placeholder":
                 target = node.target if isinstance(node.target, str) else _Itself(node.target)
-                ops.append((node.op, target, self._arguments(node)))
+                arguments = self._arguments(node)
+                ops.append((node.op, target, _kinds(arguments) if self._ignores_numbers(node.target) else arguments))
         return tuple(ops)
 
     def _arguments(self, node: fx.Node) -> Any:
@@ -117,7 +123,7 @@ class _StructureReader:
         value: Any = operator.attrgetter(path)(self._owner)
         if not isinstance(value, fx.GraphModule):
             return _Itself(value)
-        inner = _StructureReader(value)
+        inner = _StructureReader(value, self._ignores_numbers)
         inner._symbols = self._symbols
         return inner._ops(value.graph)
 
@@ -186,6 +192,13 @@ class _StructureReader:
         ours = [side for side in fact.args if side in self._symbols]
         others = [side for side in fact.args if isinstance(side, sympy.Symbol) and side not in self._symbols]
         return (others[0], ours[0]) if len(ours) == len(others) == 1 else None
+
+
+def _kinds(constant: Any) -> Any:
+    """A constant of a key with the kinds of its numbers alone."""
+    if not isinstance(constant, tuple):
+        return constant
+    return constant[:1] if constant[:1] in ((int,), (float,)) else tuple(map(_kinds, constant))
 
 
 def sharing_of(values: Sequence[Any]) -> tuple[int | None, ...]:

@@ -50,7 +50,7 @@ from graphpass.regions.padding.interpreter import Interpretation, interpret
 from graphpass.regions.padding.program import AtenGraph
 from graphpass.regions.padding.proof import PaddingProof, mixing_of, padding_of, prove_partition
 from graphpass.regions.padding.sizes import Question, Sizes
-from graphpass.regions.padding.table import register_padding_rule
+from graphpass.regions.padding.table import ignores_numbers, register_padding_rule
 from graphpass.regions.padding.values import PaddedValue, PaddingFinding, Verdict
 
 __all__ = [
@@ -67,6 +67,7 @@ __all__ = [
     "Question",
     "Sizes",
     "Verdict",
+    "ignores_numbers",
     "interpret",
     "mixing_of",
     "padding_of",

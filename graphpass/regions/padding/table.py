@@ -215,6 +215,7 @@ _COUNTS = ("N", "padding_idx")
 """Arguments that only repeat a size of a tensor, or name a row of a table."""
 
 _REGISTERED: dict[str, PaddingRule] = {}
+_IGNORES_NUMBERS: set[str] = set()  # the names among them whose rules read no plain numbers
 
 
 def rule_for(name: str) -> PaddingRule | None:
@@ -229,6 +230,15 @@ def rule_for(name: str) -> PaddingRule | None:
     return pointwise.entry_by_entry if torch.Tag.pointwise in op.tags else None
 
 
+def ignores_numbers(target: Any) -> bool:
+    """Whether proofs do not depend on the numbers in a call of an op: it returns nothing, and no rule reads them."""
+    name = operators.operator_name(target)
+    op = None if name is None else operator_named(name)
+    if name is None or op is None or op._schema.returns:
+        return False
+    return name in _IGNORES_NUMBERS or rule_for(name) is None  # guard: proof_numbers_of_rules
+
+
 def applied(rule: PaddingRule, call: OpCall) -> Returned | PaddingReason:
     """What a rule returns; in most relations a padded size must not be a number among the arguments."""
     if rule in _WITHOUT_SIZES:
@@ -241,7 +251,7 @@ def is_registered(name: str) -> bool:
     return name in _REGISTERED or name.partition(".")[0] in _REGISTERED
 
 
-def register_padding_rule(op: Any, rule: PaddingRule) -> None:
+def register_padding_rule(op: Any, rule: PaddingRule, *, ignores_numbers: bool = False) -> None:
     """Register the padding rule of a custom operator, for all graphs of this process.
 
     Args:
@@ -250,6 +260,8 @@ def register_padding_rule(op: Any, rule: PaddingRule) -> None:
             results, or a :class:`PaddingReason` if real entries may depend on padding. One of the call's arguments
             stands for each result of its sizes, and says that row i depends on row i of it alone. An exception in the
             rule counts as such a reason.
+        ignores_numbers: the rule reads no plain numbers of a call. Calls that differ in these alone, such as the number
+            of a layer, are then traced for proofs once.
 
     Raises:
         OptionError: ``op`` names no operator, ``rule`` is not callable, or the operator has a rule already.
@@ -281,6 +293,8 @@ def register_padding_rule(op: Any, rule: PaddingRule) -> None:
             remedy="register the rule once, where the operator is defined",
         )
     _REGISTERED[name] = rule
+    if ignores_numbers:
+        _IGNORES_NUMBERS.add(name)
 
 
 def _qualified(op: Any) -> str:

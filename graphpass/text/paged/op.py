@@ -218,4 +218,4 @@ def _paged_attention_by_row(call: OpCall) -> tuple[PaddedValue, ...]:
 
 
 torch.library.register_fake(PAGED_ATTENTION, lambda *_, **__: None)
-register_padding_rule(PAGED_ATTENTION, _paged_attention_by_row)
+register_padding_rule(PAGED_ATTENTION, _paged_attention_by_row, ignores_numbers=True)

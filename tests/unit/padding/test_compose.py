@@ -16,8 +16,8 @@ from graphpass import partition
 from graphpass.compat import symbolic
 from graphpass.compile import COMPILERS, RegionCompiler, traced_regions
 from graphpass.regions import AtenGraph, OpCall, PaddedValue, PaddingProof, Partition, Verdict, register_padding_rule
+from graphpass.regions.padding import ignores_numbers, prove_partition
 from graphpass.regions.padding import proof as padding_proof
-from graphpass.regions.padding import prove_partition
 
 PROVED, RUNTIME, UNPROVED = Verdict.PROVED, Verdict.RUNTIME, Verdict.UNPROVED
 
@@ -50,6 +50,16 @@ def _fill(x: Tensor, out: Tensor) -> None:
     out.copy_(x * 2)
 
 
+def _fill_numbered(x: Tensor, out: Tensor, number: int) -> None:
+    out.copy_(x * 2)
+
+
+for _name in ("fill_as", "fill_of_layer"):
+    torch.library.define(f"paddingtest::{_name}", "(Tensor x, Tensor(a!) out, int number) -> ()")
+    torch.library.register_fake(f"paddingtest::{_name}", lambda x, out, number: None)
+    torch.library.impl(f"paddingtest::{_name}", "default", _fill_numbered)
+
+
 def rows_as_they_are(call: OpCall) -> PaddedValue:
     return PaddedValue(call.tensor("x").factors)
 
@@ -60,7 +70,15 @@ def fills_row_by_row(call: OpCall) -> tuple[PaddedValue, ...]:
 
 
 register_padding_rule("paddingtest::cut", rows_as_they_are)
+
+
+def fills_by_number(call: OpCall) -> Any:
+    return fills_row_by_row(call) if call.argument("number") == 0 else call.fresh()
+
+
 register_padding_rule("paddingtest::fill", fills_row_by_row)
+register_padding_rule("paddingtest::fill_as", fills_by_number)
+register_padding_rule("paddingtest::fill_of_layer", fills_row_by_row, ignores_numbers=True)
 
 
 @dataclass
@@ -73,12 +91,14 @@ class Prover:
     fields: Mapping[str, str] = field(default_factory=dict)
     parts: list[Partition] = field(default_factory=list)
     proofs: list[PaddingProof] = field(default_factory=list)
+    num_traces: int = 0  # of eager regions
 
     def __call__(self, graph_module: fx.GraphModule, examples: Any) -> Callable[..., Any]:
         parts = partition(graph_module, self.splitting_ops)
         captured = [region for region in parts.regions if region.kind == "captured"]
         compiled = RegionCompiler().compile(captured, self.compiler, trace=AtenGraph.of)
-        eager = traced_regions([r for r in parts.regions if r.kind == "eager"], AtenGraph.of)
+        eager = traced_regions([r for r in parts.regions if r.kind == "eager"], AtenGraph.of, ignores_numbers)
+        self.num_traces = len({id(traced.result) for traced in eager.values()})
         declared = {
             p: self.declared[n.source_name] for p, n in enumerate(parts.inputs) if n.source_name in self.declared
         }
@@ -280,6 +300,20 @@ def test_an_op_that_writes_to_an_argument_has_its_rule() -> None:
 
     for splitting_ops in ((), ("paddingtest::fill",)):
         assert verdicts(Prover(splitting_ops).prove(model, X)) == {"x.0": PROVED, "x.1": PROVED}
+
+
+@pytest.mark.parametrize(("op", "verdict", "num_traces"), [("fill_as", UNPROVED, 2), ("fill_of_layer", PROVED, 1)])
+def test_numbers_that_no_rule_reads_do_not_tell_regions_apart(op: str, verdict: Verdict, num_traces: int) -> None:
+    def model(x: Tensor) -> Tensor:
+        for number in (0, 1):
+            out = torch.empty_like(x)
+            getattr(torch.ops.paddingtest, op)(x + 1, out, number)
+            x = out * 2
+        return x
+
+    prover = Prover((f"paddingtest::{op}",))
+    assert prover.prove(model, X).verdicts["x.0"] is verdict
+    assert prover.num_traces == num_traces
 
 
 # -- state -------------------------------------------------------------------------------------------------------------
