@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -13,6 +13,8 @@ from torch._dispatch.python import enable_python_dispatcher
 
 from graphpass.compat import trees
 from graphpass.compat.operators import OpOverload, TorchDispatchMode, is_mutable
+
+_TRACED_SIZE = 7
 
 
 def fake_mode_of(values: Iterable[Any]) -> Any | None:
@@ -238,6 +240,44 @@ def size_of(shape_env: Any, expression: Any, symbols: Mapping[sympy.Symbol, Any]
     renamed = expression.xreplace(dict(symbols))
     hint = int(renamed.xreplace(hints_of(shape_env)))
     return shape_env.create_symintnode(renamed, hint=hint)
+
+
+def aten_graph_of(
+    module: torch.nn.Module, arguments: Mapping[str, torch.Tensor], dims: Mapping[str, Collection[int]]
+) -> tuple[fx.GraphModule, sympy.Symbol, Any]:
+    """Trace a call of a module without Dynamo, over fake tensors, with parameters and buffers as inputs.
+
+    Returns:
+        (graph of its eager aten operators, the symbol of the size that all of ``dims`` have, the fake mode); the size
+        is at least 2, and the first input.
+
+    Raises:
+        ValueError: the graph reads a size from a tensor.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    fake_mode = new_fake_mode()
+    symbol = new_symbol(fake_mode.shape_env, "size", 2, None, _TRACED_SIZE)
+    size = size_of(fake_mode.shape_env, symbol, {symbol: symbol})
+    with fake_mode:
+        given = {
+            name: torch.empty(
+                [size if dim in dims[name] else length for dim, length in enumerate(tensor.shape)],
+                dtype=tensor.dtype,
+                device=tensor.device,
+            )
+            for name, tensor in arguments.items()
+        }
+    state = {name: fakify(fake_mode, tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+
+    def call(_: Any, state: Any, given: Any) -> list[Any]:
+        return trees.flatten(torch.func.functional_call(module, state, (), given))[0]
+
+    with torch.no_grad(), fake_mode:
+        graph = make_fx(call, _allow_non_fake_inputs=True)(size, state, given)
+    if any(str(node.target).startswith("aten.sym_") for node in graph.graph.nodes):
+        raise ValueError("a size is read from a tensor, where it has lost its symbol")
+    return graph, symbol, fake_mode
 
 
 def set_values(graph_module: fx.GraphModule, inputs: Sequence[Any], fake_mode: Any) -> None:

@@ -78,7 +78,7 @@ class CudagraphDispatcher:
         self._grid = SizeGrid.of(capture_sizes)
         self.capture_fields = tuple(self._grid.sizes)  #: fields of ``capture_sizes``; a list has ``num_tokens`` only
         self._counts_tokens_only = self.capture_fields == ("num_tokens",)
-        self._max_num_reqs = max_num_reqs
+        self.max_num_reqs = max_num_reqs  #: most requests of a batch
         self._max_num_tokens = max_num_tokens
         self._lora = lora
         self._key_adapters = (0,) if lora is None else lora.count_table()
@@ -108,7 +108,7 @@ class CudagraphDispatcher:
             OptionError: unknown mode.
         """
         parsed = CUDAGraphMode.parse(mode)
-        limits = KeyLimits(self._max_num_reqs, uniform_decode_query_len, self._max_num_tokens)
+        limits = KeyLimits(self.max_num_reqs, uniform_decode_query_len, self._max_num_tokens)
         keys = {(key.mode, key.descriptor): key for key in keys_of(parsed, self._grid, limits, self._lora)}
         self._keys: dict[tuple[CUDAGraphMode, BatchDescriptor], Key] = keys
         self._mode, self.uniform_decode_query_len = parsed, uniform_decode_query_len
@@ -127,6 +127,11 @@ class CudagraphDispatcher:
             found = f"{mode} {descriptor!r}"
             raise DispatchError("the key could never be dispatched", expected=expected, found=found, remedy=remedy)
         self._keys.setdefault((mode, descriptor), Key.of(mode, descriptor, self._grid))
+        self._changed()
+
+    def remove_key(self, mode: CUDAGraphMode | str, descriptor: BatchDescriptor) -> None:
+        """Remove one key, so that no batch is dispatched to it; an unknown key is ignored."""
+        self._keys.pop((CUDAGraphMode.parse(mode), descriptor), None)
         self._changed()
 
     def mark_captured(self, mode: CUDAGraphMode | str, descriptor: BatchDescriptor) -> None:
@@ -365,7 +370,10 @@ class CudagraphDispatcher:
         uniform: bool,
         allowed: frozenset[CUDAGraphMode] | None,
     ) -> _Answer:
-        missed = DispatchReason.DISABLED
+        mixed = self._mode.mixed_mode()
+        lacks_mixed = bool(mixed) and not any(key.route == (mixed, False) for key in self._keys.values())
+        is_above = lacks_mixed and (allowed is None or mixed in allowed)  # the mode has such graphs, but no size does
+        missed = DispatchReason.TOO_LARGE if is_above else DispatchReason.DISABLED
         for mode, is_decode, keys in table.routes:
             if allowed is not None and mode not in allowed:
                 continue

@@ -143,7 +143,7 @@ class CapturedKeys:
         limited = self._on_some_rank(max_bytes is not None)
         fits = self.estimate().pool if limited else PoolModel({}, {}, {})
         with (
-            self._changed(),
+            self._changed(self.missing()),
             self._runtime.capturing(by_calls=False),
             # Here, because the first run may have removed the FULL keys.
             capture_progress(missing := self.missing(), self._model.settings.progress) as progress,
@@ -170,7 +170,7 @@ class CapturedKeys:
     def estimate(self) -> MemoryEstimate:
         """Estimate the memory of all keys, see :meth:`CudaGraphManager.estimate`."""
         with replay_settings():
-            self._model.recipe()
+            self._model.recipe(beyond_one=_is_beyond_one(self._all()))
             keys, known = self._all(), self._estimate
             if self._on_some_rank(known is None or known.keys != tuple(keys)):  # guard: estimates_of_the_ladder
                 with self._inputs.restoring():  # guard: throwaway_buffers_kept
@@ -233,7 +233,7 @@ class CapturedKeys:
             self._by_key = {other: one for other, one in self._by_key.items() if one.model is not stale}
             del captured, stale
         self._runtime.lease.order_after_last_forward()
-        with self._changed(), self._runtime.scopes.opened():
+        with self._changed([key]), self._runtime.scopes.opened():
             return self._capture(key)
 
     def _is_valid(self, captured: CapturedKey) -> bool:
@@ -254,14 +254,18 @@ class CapturedKeys:
         return known
 
     @contextlib.contextmanager
-    def _changed(self) -> Iterator[None]:
-        """Run the model under the settings of a replay, and restore its inputs and its state after the body."""
-        with (
-            replay_settings(),
-            self._inputs.restoring(),
-            self._model.restoring_state(),  # guard: manager_state
-        ):
-            yield
+    def _changed(self, keys: Sequence[Key]) -> Iterator[None]:
+        """Run the model under the settings of a replay, and restore its inputs and its state after the body.
+
+        The body may capture these keys.
+        """
+        with replay_settings():
+            self._model.recipe(beyond_one=_is_beyond_one(keys))
+            with (
+                self._inputs.restoring(),
+                self._model.restoring_state(),  # guard: manager_state
+            ):
+                yield
 
     def _capture(self, key: Key) -> CapturedKey:
         return self._add(key, self._captured(key))
@@ -359,7 +363,7 @@ class CapturedKeys:
         kept: list[Key] = []
         try:
             served = self._captured_within(sizes, tried)
-            with self._changed():
+            with self._changed(()):
                 faster = [size for size in served if self._is_faster(size, tried, step_of)]
             kept = [key for size in faster for key in size.keys]
             for key in kept:
@@ -441,7 +445,7 @@ class CapturedKeys:
         """Capture the keys of the sizes, in this order, as far as there is room; returns the sizes that have theirs."""
         found = []
         with (
-            self._changed(),
+            self._changed([key for size in sizes for key in size.keys]),
             self._runtime.capturing(by_calls=False),
             capture_progress(sizes, self._model.settings.progress) as progress,
         ):
@@ -533,6 +537,10 @@ class CapturedKeys:
         self._unused.clear()
         self._dispatcher.forget_captured()
         self._runtime.close()
+
+
+def _is_beyond_one(keys: Sequence[Key]) -> bool:
+    return any(descriptor.num_tokens > 1 for _, descriptor in keys)
 
 
 def _kind_of(key: Key) -> _Kind:

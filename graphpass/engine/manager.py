@@ -422,10 +422,14 @@ class CudaGraphManager:
         return run
 
     def _without_graph(self, step: _NextStep, batch: Batch) -> Any:
-        """Run the compiled model over a batch at its real number of tokens."""
+        """Run the model over a batch at its real number of tokens; uncompiled if it is compiled for one token alone."""
         decision, model = step.decision, self._model
         if decision.reason is DispatchReason.NOT_CAPTURED:
             self._captured.refuse_none_captured()
+        with replay_settings():
+            is_uncompiled = model.runs_uncompiled(batch.num_tokens, batch.num_reqs or 1)
+            needs_more = not is_uncompiled and batch.num_tokens != 1
+            recipe = model.recipe(beyond_one=needs_more)  # guard: uncompiled_else_proved
         row = self._fallbacks[decision.reason]
         row.n += 1
         row.real += batch.num_tokens
@@ -440,18 +444,21 @@ class CudaGraphManager:
                 found=f"{decision.descriptor} ({decision.reason}): {why or cause.explanation}",
                 remedy=decision.reason.remedy or DispatchReason.AGREED.remedy,
             )
-            text = f"the batch runs compiled, without a graph: {cause.explanation}"
+            how = "uncompiled and" if is_uncompiled else "compiled,"
+            text = f"the batch runs {how} without a graph: {cause.explanation}"
             model.fallbacks.report(text, error, at=at, is_recorded=True)
         with replay_settings():
-            recipe = model.recipe()
             if decision.reason is not DispatchReason.EMPTY:
                 num_tokens, num_loras = batch.num_tokens or decision.descriptor.num_tokens, batch.num_active_loras
                 key = BatchDescriptor(num_tokens, batch.num_reqs, has_lora=num_loras > 0, num_active_loras=num_loras)
                 # Inputs with a request dimension have all their rows: regions are not compiled for each count.
                 padded = self._inputs.at({**self._inputs.largest, "num_tokens": num_tokens})
                 inputs = self._inputs.real(step.sizes, padded)
-                self._forward((CUDAGraphMode.NONE, key), inputs, None, step, batch, {})
+                run = model.uncompiled if is_uncompiled else None
+                result = self._forward((CUDAGraphMode.NONE, key), inputs, None, step, batch, {}, run)
                 inputs.copy_back(batch.inputs, recipe.mutated)
+                if is_uncompiled:
+                    return trees.map_tensors(torch.Tensor.detach, result)
             return recipe.result(recipe.views(step.sizes))
 
     def _forward(
@@ -462,8 +469,12 @@ class CudaGraphManager:
         step: _NextStep,
         batch: Batch,
         checked: Checked,
-    ) -> None:
-        """Fill the buffers, and replay the key's graph or run the compiled model in a forward context."""
+        uncompiled: Callable[..., Any] | None = None,
+    ) -> Any:
+        """Fill the buffers, and replay the key's graph or run the model in a forward context.
+
+        The result is in the buffers of its recipe; that of ``uncompiled``, which is run instead, is returned.
+        """
         (mode, descriptor), inputs, model = key, real.padded, self._model
         lease = model.runtime.lease
         plan, recipe = (None, model.recipe()) if captured is None else (captured.plan, captured.recipe)
@@ -477,6 +488,8 @@ class CudaGraphManager:
         with entered as context, model.hooked(mode), fields_named(model.attention, metadata):
             if plan is None or captured is None:
                 with replay_settings():
+                    if uncompiled is not None:
+                        return uncompiled(**inputs.arguments)  # guard: uncompiled_beyond_one
                     recipe.store(model.compiled(**inputs.arguments), inputs.sizes)
             else:
                 assert context is not None
@@ -496,6 +509,7 @@ class CudaGraphManager:
                         recipe.store_leaves(recipe.leaves(flat, inputs), inputs.sizes)
                 finally:
                     lease.release()
+        return None
 
 
 class UnattendedSteps:

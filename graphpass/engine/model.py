@@ -35,6 +35,7 @@ from graphpass.engine.recipe import (
     refuse_tensors_between,
     result_buffers,
 )
+from graphpass.engine.uncompiled import ProvedUncompiled, proved_uncompiled
 from graphpass.errors import CaptureError, ContextError, OptionError
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.ladder.modelstate import (
@@ -53,6 +54,7 @@ from graphpass.saved import UsedKeys
 from graphpass.savedcalls import SavedCalls
 
 _LEAST_SYMBOLIC = 2
+_LEARNED_AT = 7  # tokens of the first run where every key has one; parts of two would have sizes without a symbol
 _NO_HOOKS = contextlib.nullcontext()
 
 
@@ -101,8 +103,10 @@ class Model:
         self._saved = SavedCalls(self._model, ("model",), "cgpass", self._options, None)
         with replay_settings():
             self._saved.load(function, tuple(self.inputs.tensors))
+        self.uncompiled = function  #: the model as it is
         self.compiled = torch.compile(function, backend="cgpass", options=self._options)
         self._recipe: Recipe | None = None
+        self._proved: ProvedUncompiled | None = None  # where one token alone is compiled
         self._checked: set[Any] = set()
         self._with_saved_calls: set[Any] = set()
 
@@ -249,14 +253,16 @@ class Model:
 
     # -- the first run ------------------------------------------------------------------------------------------------
 
-    def recipe(self) -> Recipe:
+    def recipe(self, *, beyond_one: bool = False) -> Recipe:
         """How results are cut and built; the first call runs the model without a graph and allocates output buffers.
 
-        In that run the sizes of all key fields differ, because torch gives two equal sizes the same symbol.
+        In that run the sizes of all key fields differ, because torch gives two equal sizes the same symbol. If a batch
+        has one request, every key one token, and it is proved that the model may run uncompiled, it is compiled for one
+        token alone, until ``beyond_one`` is set.
         """
-        if self._recipe is None:
+        if self._recipe is None or (beyond_one and self._proved is not None):
             with self.inputs.restoring():  # the caller may have written a batch to the buffers
-                self._recipe = self._learned()
+                self._recipe = self._learned(beyond_one)
             why, never_full = self._recipe.why_through_dynamo, self._recipe.never_full
             if why is not None:
                 self.runtime.warn(f"every step goes through Dynamo's guards: {why}", why.remedy)
@@ -266,15 +272,17 @@ class Model:
                 self.dispatcher.initialize_keys(CUDAGraphMode.PIECEWISE, query_len)
         return self._recipe
 
-    def _learned(self) -> Recipe:
+    def _learned(self, beyond_one: bool) -> Recipe:
         """Run the model, and learn its recipe."""
         keys = [key for _, keys in self.dispatcher.capture_plan() for key in keys]
         for key in keys:
             self.sizes_of(key)
         largest = self.inputs.largest["num_tokens"]
         num_tokens = max((key.num_tokens for key in keys), default=largest)
-        num_tokens = max(num_tokens, min(_LEAST_SYMBOLIC, largest))  # guard: learned_from_several_tokens
-        if num_tokens == self.inputs.largest.get("num_reqs"):
+        self._proved = None if num_tokens > 1 or beyond_one else self._proved_uncompiled()
+        if num_tokens == 1 and self._proved is None:
+            num_tokens = min(_LEARNED_AT, largest)  # guard: learned_from_several_tokens
+        if num_tokens == self.inputs.largest.get("num_reqs") and num_tokens > 1:
             num_tokens += -1 if num_tokens > _LEAST_SYMBOLIC else 1
         sizes = {**self.inputs.largest, "num_tokens": num_tokens}
         learned = self._run_once(sizes, most_graphs=1)
@@ -285,6 +293,26 @@ class Model:
             learned = self._run_once(sizes)
         assert learned is not None, "a run of however many graphs has a recipe"
         return learned
+
+    def _proved_uncompiled(self) -> ProvedUncompiled | None:
+        """The proof that batches of one request, but without hooks and ranks, may run uncompiled; None without one."""
+        largest = self.inputs.largest
+        has_one_request = self.dispatcher.max_num_reqs == 1 == largest.get("num_reqs", 1)
+        if not has_one_request or largest["num_tokens"] == 1 or self.hooks is not None or self._num_ranks is not None:
+            return None  # guard: uncompiled_single_requests
+        sizes, none = {**largest, "num_tokens": min(_LEARNED_AT, largest["num_tokens"])}, CUDAGraphMode.NONE
+        inputs = self.inputs.at(sizes)
+        metadata = self.prepared(inputs, BatchDescriptor(sizes["num_tokens"]), none)
+        with self.context(metadata, inputs, none, None, sizes["num_tokens"]):
+            return proved_uncompiled(
+                self._model, inputs, () if self.attention is None else self.attention.splitting_ops
+            )
+
+    def runs_uncompiled(self, num_tokens: int, num_reqs: int) -> bool:
+        """Whether a batch without a graph runs uncompiled: a proof is about it, and one token alone is compiled."""
+        self.recipe()
+        # guard: uncompiled_several_requests
+        return self._proved is not None and num_reqs == 1 and self._proved.serves(self._model, num_tokens)
 
     def _run_once(self, sizes: Sizes, *, most_graphs: float = math.inf) -> Recipe | None:
         """Run the model at these sizes over example inputs, without a graph, and undo the effects.

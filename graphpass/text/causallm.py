@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from graphpass.dispatch.dispatcher import CudagraphDispatcher
-from graphpass.dispatch.keys import LoraKeys
+from graphpass.dispatch.keys import DispatchReason, LoraKeys
+from graphpass.dispatch.recurring import LEAST_REPLAYS
 from graphpass.engine.batch import InputSpec
 from graphpass.engine.manager import CudaGraphManager
 from graphpass.engine.stats import ManagerStats
@@ -39,7 +40,8 @@ class CausalLMConfig:
     #: most tokens of one step, at least ``max_num_reqs * (1 + draft_tokens)``; a longer prompt is computed in chunks
     max_num_tokens: int
     max_seq_len: int  #: most tokens of a request, prompt and new tokens together
-    #: token counts to capture; None: powers of two and the sizes halfway between them, without 1 for several requests
+    #: token counts to capture; None: powers of two and the sizes halfway between them, without 1 for several requests,
+    #: and at first 1 alone for one request, see :meth:`CausalLM.adapt`
     capture_sizes: Sequence[int] | None = None
     #: sequence lengths to capture FULL graphs for, besides ``max_seq_len``; None: 256, 512, 1024, ...
     seq_len_buckets: Sequence[int] | None = None
@@ -129,7 +131,9 @@ class CausalLM:
             max_seq_len=max_seq_len,
             support=AttentionSupport.ALWAYS if is_full else AttentionSupport.UNIFORM_BATCH,
         )
-        dispatcher = _dispatcher(config, lora_keys(adapters, model, config.lora))
+        self._max_bytes: int | None = None  # of the last capture
+        is_alone = options.get("agreement") is None
+        dispatcher, self._prompts = _dispatcher(config, lora_keys(adapters, model, config.lora), is_alone)
         wrapped: torch.nn.Module = NextToken(model)
         last_rows = (max_num_reqs, 1 + config.draft_tokens) if config.draft_tokens else (max_num_reqs,)
         inputs = [
@@ -155,17 +159,37 @@ class CausalLM:
                 model is given back as by :meth:`close`.
             AgreementError: another rank could not capture its keys.
         """
+        self._max_bytes = max_bytes
         with self._serving():
             self.manager.capture(max_bytes)
 
     def adapt(self, max_sizes: int = 8) -> tuple[Key, ...]:
         """Capture graphs for each number of tokens that padding keeps serving, see :meth:`CudaGraphManager.adapt`.
 
-        Without ``capture_sizes``, an engine for several requests serves a single one padded to two, since single tokens
-        are compiled apart: this compiles them, once they recur.
+        Torch compiles single tokens apart. So, without ``capture_sizes``, an engine for several requests serves a
+        single one padded to two, and an engine for one request runs prompts uncompiled. This compiles them, once they
+        have recurred. Graphs for prompts are part of the ladder, within the ``max_bytes`` of :meth:`capture`.
         """
         with self._serving():
-            return self.manager.adapt(max_sizes)
+            adapted = self.manager.adapt(max_sizes)
+            if not self._prompts_recur():
+                return adapted
+            prompts, self._prompts, dispatcher = self._prompts, (), self.manager.dispatcher
+            for key in prompts:
+                dispatcher.add_key(*key)
+            try:
+                self.manager.capture(self._max_bytes)
+            except BaseException:
+                for key in prompts:
+                    if not dispatcher.is_captured(*key):  # guard: prompts_after_failure
+                        dispatcher.remove_key(*key)
+                raise
+        return (*adapted, *(key for key in prompts if dispatcher.is_captured(*key)))
+
+    def _prompts_recur(self) -> bool:
+        """Whether prompts have run uncompiled often enough to be compiled."""
+        num_prompts = self.manager.stats().fallbacks.get(DispatchReason.TOO_LARGE, 0)
+        return bool(self._prompts) and num_prompts >= LEAST_REPLAYS  # guard: prompts_adapted
 
     def generate(
         self,
@@ -209,8 +233,10 @@ class CausalLM:
         """The report of :attr:`manager`, and which attention kernel serves which steps, and why."""
         attention = self.manager.attention
         assert isinstance(attention, PagedAttention)
-        figures = replace(self.manager.report().figures, subject=self._served.model_name, kernels=attention.kernels())
-        return Report(figures)
+        figures = self.manager.report().figures
+        traffic = tuple(replace(seen, adapts=seen.adapts or self._prompts_recur()) for seen in figures.traffic)
+        named = replace(figures, subject=self._served.model_name, kernels=attention.kernels(), traffic=traffic)
+        return Report(named)
 
     def close(self) -> None:
         """Drop all graphs, release the pool, and give the model back as it was.
@@ -240,11 +266,14 @@ def default_capture_sizes(max_num_tokens: int) -> list[int]:
     return sorted(size for size in sizes if size <= max_num_tokens)
 
 
-def _dispatcher(config: CausalLMConfig, lora: LoraKeys | None) -> CudagraphDispatcher:
-    """A dispatcher with the keys that some batch can reach.
+def _dispatcher(
+    config: CausalLMConfig, lora: LoraKeys | None, is_alone: bool
+) -> tuple[CudagraphDispatcher, tuple[Key, ...]]:
+    """A dispatcher with the keys that some batch can reach, and keys for prompts that it has only once they recur.
 
     Only FULL graphs contain a bound of the sequence length, so PIECEWISE keys exist for the largest bound only. A batch
     of one token without drafts is a uniform decode, so in mode FULL_AND_PIECEWISE mixed keys have at least two tokens.
+    Those of an engine for one request wait until prompts recur, if no other rank has to have the same (``is_alone``).
     """
     mode, query_len, longest = CUDAGraphMode.parse(config.mode), 1 + config.draft_tokens, config.max_seq_len
     sizes = config.capture_sizes
@@ -276,4 +305,11 @@ def _dispatcher(config: CausalLMConfig, lora: LoraKeys | None) -> CudagraphDispa
         for bucket in sorted(set(buckets)):
             if (query_len if key.uniform else 1) <= bucket < longest:
                 dispatcher.add_key(CUDAGraphMode.FULL, replace(key, extra=(("max_seq_len", bucket),)))
-    return dispatcher
+    wait = config.capture_sizes is None and config.max_num_reqs == 1 and is_alone
+    if not has_single or not (wait or not mixed_sizes):
+        return dispatcher, ()
+    plan = dict(dispatcher.capture_plan())
+    mixed = [(CUDAGraphMode.PIECEWISE, key) for key in plan[CUDAGraphMode.PIECEWISE]]
+    for of_mode, key in mixed:
+        dispatcher.remove_key(of_mode, key)
+    return dispatcher, tuple(mixed) if mixed_sizes else ()

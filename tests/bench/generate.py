@@ -6,8 +6,10 @@ transformers can choose from, each with the same weights in a copy of its own:
 
 * ``ours``: a manager with FULL graphs for decode and PIECEWISE ones for prefill;
 * ``tuned``: the same with ``tune="measure"``;
-* ``loaded``: the same over artifacts that another engine saved in a directory of ``warm_start`` before;
-* ``padded``: an engine for one request more, which has no key for a single token: a single request runs padded to two;
+* ``alone``: the same without ``capture_sizes``: for one request, single tokens alone are compiled, and prompts run
+  uncompiled;
+* ``loaded``: the same as ``ours`` over artifacts that another engine saved in a directory of ``warm_start`` before;
+* ``padded``: ``ours`` for one request more, which has no key for a single token: a single request runs padded to two;
 * ``adapted``: the same after ``adapt()``, which follows its first call;
 * ``static``: ``generate`` with a static cache and the compilation that it does by itself;
 * ``continuous``: ``generate_batch``, continuous batching over paged SDPA, on the largest batch only.
@@ -60,9 +62,9 @@ from tests.bench.timing import (
 )
 from tests.bench.turns import in_turn, take_turn
 
-OURS, TUNED, LOADED, PADDED, ADAPTED = "ours", "tuned", "loaded", "padded", "adapted"
+OURS, TUNED, ALONE, LOADED, PADDED, ADAPTED = "ours", "tuned", "alone", "loaded", "padded", "adapted"
 STATIC, CONTINUOUS = "static", "continuous"
-WAYS = (OURS, TUNED, LOADED, PADDED, ADAPTED, STATIC, CONTINUOUS)
+WAYS = (OURS, TUNED, ALONE, LOADED, PADDED, ADAPTED, STATIC, CONTINUOUS)
 TUNE_SECONDS = 200
 Prompts = list[list[int]]
 Texts = list[list[int]]
@@ -173,11 +175,12 @@ class Ours:
         prompts: Prompts,
         *,
         more_reqs: int = 0,
+        declares: bool = True,
         adapts: bool = False,
         **options: Any,
     ) -> None:
         self._setup, self._model, self._prompts, self._options = setup, model, prompts, options
-        self._num_reqs, self._adapts = len(prompts) + more_reqs, adapts
+        self._num_reqs, self._adapts, self._declares = len(prompts) + more_reqs, adapts, declares
         self._lm: CausalLM | None = None
 
     def first(self) -> float:
@@ -190,7 +193,7 @@ class Ours:
             max_num_reqs=batch,
             max_num_tokens=most,
             max_seq_len=setup.max_seq_len,
-            capture_sizes=sorted({batch, most}),
+            capture_sizes=sorted({batch, most}) if self._declares else None,
             compiler=setup.compiler,
             **self._options,
         )
@@ -258,6 +261,7 @@ def make_way(name: str, setup: Setup, model: torch.nn.Module, prompts: Prompts, 
     options: dict[str, dict[str, Any]] = {
         OURS: {},
         TUNED: tuned,
+        ALONE: {"declares": False},
         LOADED: loaded,
         PADDED: padded,
         ADAPTED: adapted,

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -270,9 +271,66 @@ def test_single_tokens_are_compiled_once_single_requests_recur(
     references.check(lm.generate(PROMPTS[:1], max_new_tokens=NEW_TOKENS[:1], progress=False), "qwen3", device)
 
 
-def test_an_engine_for_one_request_compiles_single_tokens_at_once(decoders: Decoders) -> None:
-    keys = decoders(capture_sizes=None, seq_len_buckets=[], max_num_reqs=1).manager.dispatcher.keys
-    assert [key.num_tokens for key in keys[CUDAGraphMode.FULL]] == [1]
+@pytest.mark.parametrize(
+    ("device", "compiler"), [("cpu", "eager"), pytest.param("cuda", "inductor", marks=pytest.mark.cuda)]
+)
+def test_an_engine_for_one_request_compiles_prompts_once_they_recur(
+    device: str, compiler: str, decoders: Decoders, references: References
+) -> None:
+    sizes = {"max_num_reqs": 1, "max_num_tokens": 16, "capture_sizes": None, "seq_len_buckets": [32]}
+    lm = decoders("qwen3", device, compiler=compiler, **sizes)
+    lm.capture()
+    assert {key.num_tokens for _, keys in lm.manager.dispatcher.capture_plan() for key in keys} == {1}
+    compiled = lm.manager.runtime.compiled()
+
+    def agrees(num_requests: int) -> dict[DispatchReason, int]:
+        found = lm.generate(PROMPTS[:num_requests], max_new_tokens=NEW_TOKENS[:num_requests], progress=False)
+        references.check(found, "qwen3", device)
+        return dict(lm.manager.stats().fallbacks)
+
+    lm.generate([[5, 6, 7]] * 2, max_new_tokens=2, progress=False)
+    assert lm.adapt() == ()  # not often enough
+    assert "or adapt() between requests" not in str(lm.report())
+    without = agrees(3)
+    assert without.keys() == {DispatchReason.TOO_LARGE}
+    assert lm.manager.runtime.compiled() == compiled
+    assert "or adapt() between requests" in str(lm.report())
+    adapted = lm.adapt()
+    assert [(str(mode), key.num_tokens) for mode, key in adapted] == [("PIECEWISE", n) for n in (16, 12, 8, 6, 4, 3, 2)]
+    assert lm.manager.runtime.compiled() > compiled
+    assert agrees(3) == without
+    assert "or adapt() between requests" not in str(lm.report())
+    assert lm.adapt() == ()
+
+
+def test_a_failure_while_prompts_are_compiled_leaves_them_uncompiled(
+    decoders: Decoders, references: References, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = decoders(max_num_reqs=1, max_num_tokens=16, capture_sizes=None, seq_len_buckets=[])
+    one, new = PROMPTS[:1], NEW_TOKENS[:1]
+    for _ in range(2):
+        references.check(lm.generate(one, max_new_tokens=new, progress=False), "llama")
+    with monkeypatch.context() as patched:
+        patched.setattr(lm.manager, "capture", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            lm.adapt()
+    assert not lm.manager.needs_capture()
+    references.check(lm.generate(one, max_new_tokens=new, progress=False), "llama")
+
+
+@pytest.mark.parametrize("options", [{"capture_sizes": [1, 8]}, {"mode": "FULL"}, {"draft_tokens": 1}])
+def test_declared_sizes_of_prompts_are_compiled_at_once(options: dict[str, Any], decoders: Decoders) -> None:
+    given = {"max_num_reqs": 1, "max_num_tokens": 8, "capture_sizes": None, "seq_len_buckets": [], **options}
+    plan = decoders(**given).manager.dispatcher.capture_plan()
+    assert max(key.num_tokens for _, keys in plan for key in keys) == 8
+
+
+def test_a_declared_single_token_is_no_size_of_prompts(decoders: Decoders) -> None:
+    lm = decoders(max_num_reqs=1, capture_sizes=[1], seq_len_buckets=[])
+    assert [mode for mode, _ in lm.manager.dispatcher.capture_plan()] == [CUDAGraphMode.FULL]
+    for _ in range(3):
+        lm.generate([[1, 2, 3]], max_new_tokens=2, progress=False)
+    assert lm.adapt() == ()
 
 
 @pytest.mark.parametrize(

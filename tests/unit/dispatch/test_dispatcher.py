@@ -302,6 +302,19 @@ def test_added_keys_take_part() -> None:
     assert dispatcher.dispatch(9, num_reqs=2, uniform_decode=True).reason is DispatchReason.RELAXED
 
 
+def test_a_removed_key_serves_no_batch() -> None:
+    dispatcher = dispatcher_for("FULL_AND_PIECEWISE")
+    for key in dispatcher.keys[PIECEWISE]:
+        dispatcher.remove_key("piecewise", key)
+    dispatcher.remove_key(PIECEWISE, BatchDescriptor(4))  # none
+    assert dispatcher.capture_plan()[0][0] is FULL
+    assert dispatcher.dispatch(1, uniform_decode=True).mode is FULL
+    assert dispatcher.dispatch(3).reason is DispatchReason.TOO_LARGE
+    assert dispatcher.dispatch(3, allowed_modes={NONE, FULL}).reason is DispatchReason.DISABLED
+    dispatcher.add_key(PIECEWISE, BatchDescriptor(4))
+    assert dispatcher.dispatch(3).descriptor == BatchDescriptor(4)
+
+
 def test_adding_a_key_twice_keeps_its_capture() -> None:
     dispatcher = dispatcher_for("PIECEWISE", lazy=False)
     dispatcher.mark_captured(PIECEWISE, BatchDescriptor(4))
