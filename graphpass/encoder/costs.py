@@ -148,13 +148,17 @@ def measured_costs(
             timed = [(timing.key, timing.load, timing.replay_s) for timing in usual]
             if ladder is not largest:
                 examples = ((key, example_of(key, None)) for key in spread(ladder, _TIMED_SIZES))
-                timed = [(key, example.load, timed_s(example.replay, device)) for key, example in examples]
+                timed = [(key, example.load, _seconds(example.replay, device)) for key, example in examples]
             seconds = [max(0.0, all_s - of_replay.of_call(load)) for _, load, all_s in timed]
             known = np.interp([key.tokens for key in ladder], [key.tokens for key, *_ in timed], seconds)
             replay_s |= zip(ladder, known.tolist(), strict=True)
         eager[group] = _curve(both, of_eager)
         surcharges[group] = ItemCosts(of_eager.each_s - of_replay.each_s, of_eager.square_s - of_replay.square_s)
     return EncoderCosts(replay_s, eager, surcharges)
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    return timed_s(run, device, enough_s=0.02)  # long runs vary little
 
 
 def _timed_with_other_items(usual: Sequence[_Timing], example_of: ExampleOf, device: torch.device) -> list[_Timing]:
@@ -171,10 +175,10 @@ def _timed_with_other_items(usual: Sequence[_Timing], example_of: ExampleOf, dev
 
 
 def _timed(key: EncoderGraphKey, example: TimedExample, device: torch.device, *, eagerly: bool = True) -> _Timing:
-    replay_s, eager_s = timed_s(example.replay, device), math.inf
+    replay_s, eager_s = _seconds(example.replay, device), math.inf
     if eagerly:
         with contextlib.suppress(torch.OutOfMemoryError):
-            eager_s = timed_s(example.eager, device)
+            eager_s = _seconds(example.eager, device)
     return _Timing(key, example.load, replay_s, eager_s)
 
 

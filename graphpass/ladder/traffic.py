@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping
@@ -82,15 +83,17 @@ def captured_group(name: str, graphs: Collection[CapturedGraph]) -> CapturedGrou
     return CapturedGroup(name, len(graphs), sum(graph.seconds for graph in graphs), memory)
 
 
-def timed_s(run: Callable[[], object], device: torch.device, *, runs: int = 3) -> float:
-    """Seconds of one run: the median of ``runs`` runs after a warm-up."""
-    seconds = []
+def timed_s(run: Callable[[], object], device: torch.device, *, runs: int = 3, enough_s: float = math.inf) -> float:
+    """Seconds of one run: the median after a warm-up of ``runs`` runs, or of fewer that take ``enough_s`` together."""
+    seconds = list[float]()
     for _ in range(1 + runs):
         _wait(device)
         started = time.perf_counter()
         run()
         _wait(device)
         seconds.append(time.perf_counter() - started)
+        if sum(seconds[1:]) >= enough_s:
+            break
     return statistics.median(seconds[1:])
 
 

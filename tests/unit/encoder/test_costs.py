@@ -83,7 +83,7 @@ def keys_of(tokens: range, longest: int) -> list[EncoderGraphKey]:
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, EncoderGraphKey]]:
     """What was timed; each takes what it returns."""
-    monkeypatch.setattr("graphpass.encoder.costs.timed_s", lambda run, device: run())
+    monkeypatch.setattr("graphpass.encoder.costs.timed_s", lambda run, device, enough_s: run())
     return []
 
 
