@@ -50,6 +50,7 @@ class CompiledGraph:
     traces: Mapping[str, RegionTrace]  #: region name -> its aten graph, for proofs
     used_argument_positions: Sequence[int]  #: of a call's arguments, in the order of the partition's inputs
     appended: AppendedInputs | None  #: the inputs after those, which Dynamo does not pass; None if there are none
+    code: str  #: file and name of the function whose code the graph is: ``model.py:forward``
     ends_early: str | None  #: why the graph ends before the model does (a graph break), or None
     returns_flat: bool  #: whether the graph returns a tuple or list of values that are not containers
     #: changes of Python state that Dynamo's code makes after the graph has run
@@ -69,7 +70,7 @@ class GraphedCallable:
         self.name = name = graph.name
         self.side_effects = graph.side_effects
         self.traces = graph.traces
-        self.ends_early = graph.ends_early
+        self.code, self.ends_early = graph.code, graph.ends_early
         self.returns_flat = graph.returns_flat
         self.partition = partition = graph.partition
         self.runtime = runtime

@@ -143,6 +143,7 @@ def _captured(
         traces=traces,
         used_argument_positions=traced.used,
         appended=traced.appended,
+        code=nnmodules.compiled_code(),
         ends_early=None if traced.ends_early is None else f"graph break: {traced.ends_early}",
         returns_flat=_returns_flat(traced.whole),
         side_effects=traced.side_effects,

@@ -18,7 +18,7 @@ from cgpass.appended import AppendedInputs
 from cgpass.callable import CompiledGraph, GraphedCallable
 from cgpass.keyrules import AutoRules
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.compat import dynamo, saving, symbolic
+from graphpass.compat import dynamo, nnmodules, saving, symbolic
 from graphpass.compile import CompiledRegion, TunedRegion
 from graphpass.compile.structure import Structure, structure_of
 from graphpass.ledger import Reason
@@ -70,7 +70,7 @@ class GraphIdentity:
         devices = {given.value.device for given in inputs if isinstance(given.value, torch.Tensor)}
         try:
             parts = _parts(settings, devices, (node.target for node in graph_module.graph.nodes))
-            name = digest(replace(structure.key, compiler=()), names, ends, effects)
+            name = digest(replace(structure.key, compiler=()), names, nnmodules.compiled_code(), ends, effects)
         except UnstableError as error:
             return Reason(f"neither saved nor loaded: {error}", _SEE_SAVED)
         return cls(structure, frozenset(symbolic.facts_of(structure.shape_env)), name, parts)

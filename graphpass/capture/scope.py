@@ -57,6 +57,7 @@ class ReachedCallable(Protocol):
     traces: Mapping[str, Any]  #: region name -> a ``graphpass.compile.RegionTrace``
     static: tuple[int, ...]  #: positions of the arguments whose address graphs may bake in
     returns_flat: bool  #: the graph returns a tuple or list of values, not nested
+    code: str  #: file and name of the function whose code the graph is: ``model.py:forward``
     ends_early: str | None  #: why the graph ends before the model does (a graph break), or None
     never_full: Reason | None  #: the first region that a FULL graph cannot contain, with its reason, or None
     side_effects: tuple[SideEffect, ...]  #: changes to Python state that Dynamo's code makes after the graph has run

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import linecache
 import os
 import re
 import traceback
+import types
 from typing import Any, NamedTuple
 
 import torch
@@ -173,3 +175,20 @@ def _names_above(filename: str, number: int) -> list[str]:
         if match is not None:
             return match.group(1).split(", ")
     return []
+
+
+def compiled_code() -> str:
+    """File and name of the function that Dynamo is compiling, ``model.py:forward``; empty outside of a compilation.
+
+    The code after a graph break is a function of another name.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    with contextlib.suppress(AttributeError):
+        return code_name(InstructionTranslator.current_tx().output.root_tx.f_code)
+    return ""
+
+
+def code_name(code: types.CodeType) -> str:
+    """File and name of a function's code."""
+    return f"{os.path.basename(code.co_filename)}:{code.co_name}"

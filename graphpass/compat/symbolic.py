@@ -273,7 +273,7 @@ def aten_graph_of(
     def call(_: Any, state: Any, given: Any) -> list[Any]:
         return trees.flatten(torch.func.functional_call(module, state, (), given))[0]
 
-    with torch.no_grad(), fake_mode:
+    with torch.no_grad(), python_dispatcher(), fake_mode:
         graph = make_fx(call, _allow_non_fake_inputs=True)(size, state, given)
     if any(str(node.target).startswith("aten.sym_") for node in graph.graph.nodes):
         raise ValueError("a size is read from a tensor, where it has lost its symbol")

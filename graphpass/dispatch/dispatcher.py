@@ -277,7 +277,15 @@ class CudagraphDispatcher:
         else:
             fields, rest = self._grid.read(num_tokens, num_reqs, extra)
             sizes = tuple(fields.values())
-            num_tokens = self._grid.num_tokens(fields)
+            product = self._grid.num_tokens(fields)
+            if num_tokens is not None and num_tokens != product:
+                raise DispatchError(
+                    "num_tokens contradicts the sizes of the batch",
+                    expected=f"num_tokens={product}, the tokens of {dict(fields)}",
+                    found=f"num_tokens={num_tokens}",
+                    remedy="pass the batch's sizes in extra, and num_tokens as their product",
+                )
+            num_tokens = product
             num_reqs = fields.get("num_reqs", num_reqs)
         uniform = uniform_decode and self._holds_whole_requests(num_tokens)
         adapters = self._captured_adapters(num_active_loras) if num_active_loras or self._lora is not None else 0

@@ -10,6 +10,7 @@ import contextlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -63,10 +64,15 @@ class RealInputs:
         """Whether a tensor lies in the memory of a buffer."""
         return bool(bisect_right(self._spans, value.data_ptr()) & 1)
 
-    def copy_back(self, inputs: Mapping[str, torch.Tensor] | None, names: Iterable[str]) -> None:
-        """Copy what the model wrote to these inputs into the caller's tensors."""
-        if inputs is not None:
-            for name in names:
+    def copy_back(
+        self, inputs: Mapping[str, torch.Tensor] | None, names: Iterable[str], outputs: Iterable[Any]
+    ) -> None:
+        """Copy what the model wrote to these inputs into the caller's tensors, but not over results in ``outputs``."""
+        if inputs is None or not names:
+            return
+        results = {storage_id(output) for output in outputs if isinstance(output, torch.Tensor)}
+        for name in names:
+            if storage_id(inputs[name]) not in results:  # guard: manager_result_as_input
                 inputs[name].copy_(self.targets[name])
 
     def checked(self, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -82,8 +88,8 @@ class RealInputs:
         for (name, target), buffer in zip(self.targets.items(), self.padded.buffers.values(), strict=True):
             value = inputs[name]
             buffer.check(value, target)
-            if value.data_ptr() != target.data_ptr() and storage_id(value) == storage_id(target):
-                value = value.clone()  # another part of the same buffer, which may overlap the target
+            if value.data_ptr() != target.data_ptr() and self._is_own(value):
+                value = value.clone()  # guard: manager_buffers_as_inputs
             sources.append(value)
         return sources
 

@@ -285,7 +285,13 @@ class CapturedKeys:
             assert scope.prepare is not None
             metadata = scope.prepare()
             context = model.context(metadata, inputs, mode, descriptor, descriptor.num_tokens)
-            with context, model.hooked(mode), fields_named(model.attention, metadata):
+            with (
+                context,
+                model.hooked(mode),
+                fields_named(model.attention, metadata),
+                model.learning_writes(scope, inputs),
+            ):
+                recipe = model.recipe()
                 result = model.compiled(**inputs.arguments)
                 model.save_call(inputs, scope.reached)  # guard: saved_calls_of_sizes
         if not scope.reached:
@@ -306,16 +312,17 @@ class CapturedKeys:
         """The open capture scope, whose FULL captures prepare inputs and keep results for this key."""
         scope, hooks = self._runtime.scopes.current(), self._model.hooks
         assert scope is not None, "a capture outside of a capture scope"
-        is_direct = recipe.why_through_dynamo is None
+        model = self._model
 
         def end(flat: list[Any]) -> list[Any]:
             if hooks is not None:
                 hooks.join_after_forward()
-            return recipe.keep(inputs, flat) if is_direct else flat
+            # What the graph of this key writes, and whether Python runs beside it, is known by now.
+            return model.recipe().keep(inputs, flat) if model.recipe().why_through_dynamo is None else flat
 
         scope.reached.clear()
         scope.prepare = partial(self._model.prepared, inputs, key[1], key[0])
-        scope.keep_results = end if is_direct or hooks else None
+        scope.keep_results = end if recipe.why_through_dynamo is None or hooks else None
         try:
             yield scope
         finally:
@@ -333,7 +340,8 @@ class CapturedKeys:
         state = self._states.get(call.callable)
         if state is None or not state.matches_modules(self._model.modules):
             state = self._model.state_of(call.args)
-            assert state is not None, "a tensor that the first run has found in the model"
+            if state is None:  # a graph of some sizes reads a tensor that the model does not own
+                return {}
             self._states[call.callable] = state
         # guard: debug_under_a_context
         plan, has_context = call.plan, self._model.attention is not None or self._model.settings.policy.debug

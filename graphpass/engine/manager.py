@@ -383,7 +383,7 @@ class CudaGraphManager:
         self, step: _NextStep, batch: Batch, captured: CapturedKey, known: KnownStep, checked: Checked
     ) -> Any:
         """The result of a step over the graph of a key; counts nothing."""
-        decision = step.decision
+        decision, leaves = step.decision, None
         with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
             if captured.is_bare and not self._is_hooked:  # no forward context is made, as the graph reads none
                 plan, lease = captured.plan, self._model.runtime.lease
@@ -399,9 +399,9 @@ class CudaGraphManager:
                 if self._is_hooked or captured.plan is None or decision.mode is not CUDAGraphMode.FULL:
                     checked.clear()  # guard: attended_steps
                 key = (decision.mode, decision.descriptor)
-                self._forward(key, known.inputs, captured, step, batch, checked)
-            known.inputs.copy_back(batch.inputs, captured.recipe.mutated)
-            return captured.recipe.result(known.views)
+                leaves = self._forward(key, known.inputs, captured, step, batch, checked)
+            known.inputs.copy_back(batch.inputs, captured.recipe.mutated, captured.recipe.buffers)
+            return captured.recipe.result(known.views, leaves)
 
     def _example_step(self, key: Key, captured: CapturedKey) -> Callable[[], object]:
         """A step of a captured key over padding alone, which is not counted."""
@@ -456,9 +456,10 @@ class CudaGraphManager:
                 inputs = self._inputs.real(step.sizes, padded)
                 run = model.uncompiled if is_uncompiled else None
                 result = self._forward((CUDAGraphMode.NONE, key), inputs, None, step, batch, {}, run)
-                inputs.copy_back(batch.inputs, recipe.mutated)
+                inputs.copy_back(batch.inputs, recipe.mutated, recipe.buffers)
                 if is_uncompiled:
                     return trees.map_tensors(torch.Tensor.detach, result)
+                return recipe.result(recipe.views(step.sizes), result)
             return recipe.result(recipe.views(step.sizes))
 
     def _forward(
@@ -473,7 +474,8 @@ class CudaGraphManager:
     ) -> Any:
         """Fill the buffers, and replay the key's graph or run the model in a forward context.
 
-        The result is in the buffers of its recipe; that of ``uncompiled``, which is run instead, is returned.
+        The result is in the buffers of its recipe. Returns the result of ``uncompiled``, if that is run instead, or the
+        leaves of the result, if the model's Python code has run, or None.
         """
         (mode, descriptor), inputs, model = key, real.padded, self._model
         lease = model.runtime.lease
@@ -490,7 +492,7 @@ class CudaGraphManager:
                 with replay_settings():
                     if uncompiled is not None:
                         return uncompiled(**inputs.arguments)  # guard: uncompiled_beyond_one
-                    recipe.store(model.compiled(**inputs.arguments), inputs.sizes)
+                    return recipe.store(model.compiled(**inputs.arguments), inputs.sizes)
             else:
                 assert context is not None
                 lease.acquire(context, (inputs.is_padding,), "a manager")

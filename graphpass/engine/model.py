@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,7 +55,9 @@ from graphpass.saved import UsedKeys
 from graphpass.savedcalls import SavedCalls
 
 _LEAST_SYMBOLIC = 2
+_SMALL_BYTES = 1 << 20
 _LEARNED_AT = 7  # tokens of the first run where every key has one; parts of two would have sizes without a symbol
+_PYTHON_AROUND = Reason("Python code of the model runs before or after its graph", "remove the graph break")
 _NO_HOOKS = contextlib.nullcontext()
 
 
@@ -103,7 +106,7 @@ class Model:
         self._saved = SavedCalls(self._model, ("model",), "cgpass", self._options, None)
         with replay_settings():
             self._saved.load(function, tuple(self.inputs.tensors))
-        self.uncompiled = function  #: the model as it is
+        self.uncompiled: Any = function  #: the model as it is
         self.compiled = torch.compile(function, backend="cgpass", options=self._options)
         self._recipe: Recipe | None = None
         self._proved: ProvedUncompiled | None = None  # where one token alone is compiled
@@ -230,7 +233,48 @@ class Model:
         with restoring(recipe.state, recipe.generators, self.inputs.device), restoring_python_state(modules):
             yield
 
+    @contextlib.contextmanager
+    def learning_writes(self, scope: CaptureScope, inputs: PaddedInputs) -> Iterator[None]:
+        """Add what a graph of these inputs writes to the recipe, before a capture of it in the body; undo the writes.
+
+        The graph of the first run may have written less, or to tensors that were replaced since, or have been the whole
+        model. A model with Python around its graph may write to all of its buffers.
+        """
+        recipe = self.recipe()
+        if recipe.why_through_dynamo is not None:
+            yield
+            return
+        with restoring(self._small_buffers(), [], self.inputs.device), restoring_python_state(self.modules):
+            calls = self._first_entry(scope, inputs)
+        is_split = not self.is_whole(calls)
+        state, generators = self._changed_by(calls, inputs, is_split=is_split)
+        names, first = self._written_inputs(calls, inputs), set(map(id, recipe.state[: recipe.num_state]))
+        late = [tensor for tensor in state if id(tensor) not in first]
+        new = [tensor for tensor in late if not any(tensor is one for one in recipe.state)]
+        if new or is_split or not names <= recipe.mutated:  # guard: manager_writes_of_sizes
+            self.inputs.pad_always(names)
+            if is_split:
+                self._warn_of_dynamo(_PYTHON_AROUND)
+            self._recipe = replace(
+                recipe,
+                why_through_dynamo=_PYTHON_AROUND if is_split else None,  # guard: manager_python_around_graphs_of_sizes
+                mutated=recipe.mutated | names,
+                state=(*recipe.state, *new),
+            )
+        with restoring(late, generators, self.inputs.device):  # guard: manager_state_of_sizes
+            yield
+
+    @staticmethod
+    def _written_inputs(calls: Reached, inputs: PaddedInputs) -> frozenset[str]:
+        by_graphs = {id(value) for call in calls for value in _written_by(call)}
+        return frozenset(name for name, own in inputs.arguments.items() if id(own) in by_graphs)
+
     # -- graphs that keep tokens and requests apart -------------------------------------------------------------------
+
+    def is_whole(self, reached: Reached) -> bool:
+        """Whether a call of the model was one graph, without Python code before or after it."""
+        entry = nnmodules.code_name(self.uncompiled.__code__)
+        return len(reached) == 1 and reached[0].callable.ends_early is None and reached[0].callable.code == entry
 
     def check_graphs(self, reached: Reached, inputs: PaddedInputs) -> None:
         """Check that each graph of a run keeps tokens and requests apart; a graph is checked once.
@@ -246,7 +290,8 @@ class Model:
         for number, call in enumerate(reached):
             symbols = followed.symbols_of(call)
             if call.callable not in self._checked:  # guard: manager_mixing_later_graphs
-                if number:  # guard: manager_mixing_between_graphs
+                # guard: manager_mixing_between_graphs
+                if number or call.callable.code != nnmodules.code_name(self.uncompiled.__code__):
                     refuse_tensors_between(call.callable, symbols, PythonState.of(self.modules))
                 refuse_mixing(call.callable, symbols, declared, unpassed)
                 self._checked.add(call.callable)
@@ -265,12 +310,15 @@ class Model:
                 self._recipe = self._learned(beyond_one)
             why, never_full = self._recipe.why_through_dynamo, self._recipe.never_full
             if why is not None:
-                self.runtime.warn(f"every step goes through Dynamo's guards: {why}", why.remedy)
+                self._warn_of_dynamo(why)
             if never_full is not None and self.dispatcher.mode.has_mode(CUDAGraphMode.FULL):
                 self.fallbacks.report_never_full(never_full)
                 query_len = self.dispatcher.uniform_decode_query_len
                 self.dispatcher.initialize_keys(CUDAGraphMode.PIECEWISE, query_len)
         return self._recipe
+
+    def _warn_of_dynamo(self, why: Reason) -> None:
+        self.runtime.warn(f"every step goes through Dynamo's guards: {why}", why.remedy)
 
     def _learned(self, beyond_one: bool) -> Recipe:
         """Run the model, and learn its recipe."""
@@ -323,9 +371,11 @@ class Model:
         metadata = self.prepared(inputs, BatchDescriptor(sizes["num_tokens"]), none)
         context = self.context(metadata, inputs, none, None, sizes["num_tokens"])
         with self.runtime.scopes.opened() as scope, context, fields_named(self.attention, metadata):
-            first = self._first_entry(scope, inputs)
-            is_split = any(call.callable.ends_early is not None for call in first)
-            changed = self._changed_by(first, inputs, is_split=is_split)
+            # Python code of the model may run before its first graph.
+            # guard: manager_first_entry
+            with restoring(self._small_buffers(), [], self.inputs.device), restoring_python_state(self.modules):
+                first = self._first_entry(scope, inputs)
+            changed = self._changed_by(first, inputs, is_split=not self.is_whole(first))
             with restoring(*changed, self.inputs.device), restoring_python_state(self.modules) as state:
                 for call in first:
                     refuse_side_effects(call.callable.side_effects, state)
@@ -377,14 +427,17 @@ class Model:
     def _buffers(self) -> list[torch.Tensor]:
         return [buffer for module in self.modules for buffer in module.buffers(recurse=False)]
 
+    def _small_buffers(self) -> list[torch.Tensor]:
+        """The buffers that Python code beside a graph may count in; not those of quantized weights, which are large."""
+        return [buffer for buffer in self._buffers() if buffer.nbytes <= _SMALL_BYTES]
+
     def _recipe_of(self, inputs: PaddedInputs, result: Any, reached: Reached, written: Collection[str]) -> Recipe:
         """The recipe of a run that wrote to the inputs in ``written``, also between its graphs."""
         self.check_graphs(reached, inputs)
         leaves, spec = trees.flatten(result)
         cuts, sources = cuts_of(leaves, reached, inputs), leaf_sources(leaves, reached, inputs)
-        by_graphs = {id(value) for call in reached for value in _written_by(call)}
-        mutated = frozenset(written).union(name for name, own in inputs.arguments.items() if id(own) in by_graphs)
-        is_split = len(reached) > 1  # guard: manager_several_graphs_state
+        mutated = frozenset(written) | self._written_inputs(reached, inputs)
+        is_split = not self.is_whole(reached)  # guard: manager_several_graphs_state
         state, generators = self._changed_by(reached, inputs, is_split=is_split)
         self.inputs.pad_always(mutated)
         return Recipe(
@@ -396,6 +449,7 @@ class Model:
             why_through_dynamo=self._why_through_dynamo(reached, sources),
             mutated=mutated,
             state=tuple(state),
+            num_state=len(state),
             generators=tuple(generators),
             never_full=next((call.callable.never_full for call in reached if call.callable.never_full), None),
         )

@@ -51,6 +51,7 @@ class Recipe:
     why_through_dynamo: Reason | None  #: why steps go through Dynamo, or None; see Note [Steps without Dynamo]
     mutated: frozenset[str] = frozenset()  #: names of the inputs that the model writes to
     state: tuple[torch.Tensor, ...] = ()  #: other tensors that the model may write to
+    num_state: int = 0  #: how many of them, the first ones, the first run wrote to
     generators: tuple[torch.Generator, ...] = ()  #: random number generators that the model may draw from
     never_full: Reason | None = None  #: why the model cannot have FULL graphs, or None
 
@@ -72,12 +73,14 @@ class Recipe:
                 views[source] = self.cut(index, inputs.sizes)
         return views
 
-    def store(self, result: Any, sizes: Sizes) -> None:
-        """Copy a result of the model at these padded sizes into the buffers."""
+    def store(self, result: Any, sizes: Sizes) -> list[Any]:
+        """Copy a result of the model at these padded sizes into the buffers; returns its leaves."""
         leaves, spec = trees.flatten(result)
-        if spec != self.spec:
-            raise self.other_structure(str(spec))
+        kinds = [(isinstance(leaf, torch.Tensor), leaf is None) for leaf in (*leaves, *self.buffers)]
+        if spec != self.spec or kinds[: len(leaves)] != kinds[len(leaves) :]:  # guard: manager_kinds_of_leaves
+            raise self.other_structure(f"{spec} of {[type(leaf).__name__ for leaf in leaves]}")
         self.store_leaves(leaves, sizes)
+        return leaves
 
     def store_leaves(self, leaves: Sequence[Any], sizes: Sizes) -> None:
         """Copy the leaves of a result into the buffers, in one fused copy."""
@@ -109,10 +112,19 @@ class Recipe:
         with torch.inference_mode(False), torch.no_grad():
             return [self.cut(index, sizes) for index in range(len(self.buffers))]
 
-    def result(self, views: Sequence[Any]) -> Any:
-        """The model's result of these leaves, as new tensor objects: what is done to an object stays with it."""
+    def result(self, views: Sequence[Any], leaves: Sequence[Any] | None = None) -> Any:
+        """The model's result of these views, as new tensor objects: what is done to an object stays with it.
+
+        If the model's Python code has run, ``leaves`` are those of its result, for values that are no tensors.
+        """
+        plain = views if leaves is None else leaves  # guard: manager_plain_values
         # guard: result_objects
-        return self.build_result([view.detach() if isinstance(view, torch.Tensor) else view for view in views])
+        return self.build_result(
+            [
+                view.detach() if isinstance(view, torch.Tensor) else value
+                for view, value in zip(views, plain, strict=True)
+            ]
+        )
 
     def num_bytes(self) -> int:
         """Bytes of all buffers."""

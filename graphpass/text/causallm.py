@@ -127,7 +127,7 @@ class CausalLM:
             num_pages=config.num_pages,
             page_size=config.page_size,
             max_num_reqs=max_num_reqs,
-            max_num_tokens=max_num_tokens,
+            max_num_tokens=max(max_num_tokens, 3),  # the manager's first run has other numbers of tokens and requests
             max_seq_len=max_seq_len,
             support=AttentionSupport.ALWAYS if is_full else AttentionSupport.UNIFORM_BATCH,
         )

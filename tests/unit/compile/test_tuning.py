@@ -411,7 +411,7 @@ def test_variants_and_ranges_are_compiled_apart_by_inductor(
     model = layer()
     with fresh_cache():
         counters.clear()
-        graphed = captured(model, rt, capture_sizes=[4, 16])
+        graphed = captured(model, rt, capture_sizes=[4, 16], tune_seconds=600)
         assert (
             counters["inductor"]["fxgraph_cache_miss"] == 3
         )  # of all sizes, and one for each range: shape_padding is on already
