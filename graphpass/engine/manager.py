@@ -444,9 +444,10 @@ class CudaGraphManager:
                 found=f"{decision.descriptor} ({decision.reason}): {why or cause.explanation}",
                 remedy=decision.reason.remedy or DispatchReason.AGREED.remedy,
             )
-            how = "uncompiled and" if is_uncompiled else "compiled,"
-            text = f"the batch runs {how} without a graph: {cause.explanation}"
-            model.fallbacks.report(text, error, at=at, is_recorded=True)
+            text = "the batch runs compiled, without a graph"
+            if is_uncompiled:
+                text = "the batch runs uncompiled and without a graph"
+            model.fallbacks.report(f"{text}: {cause.explanation}", error, at=at, is_recorded=True)
         with replay_settings():
             if decision.reason is not DispatchReason.EMPTY:
                 num_tokens, num_loras = batch.num_tokens or decision.descriptor.num_tokens, batch.num_active_loras

@@ -244,7 +244,7 @@ class Model:
         if recipe.why_through_dynamo is not None:
             yield
             return
-        with restoring(self._small_buffers(), [], self.inputs.device), restoring_python_state(self.modules):
+        with restoring(self._small_buffers(), [], self.inputs.device):  # Python state is restored after all captures
             calls = self._first_entry(scope, inputs)
         is_split = not self.is_whole(calls)
         state, generators = self._changed_by(calls, inputs, is_split=is_split)
@@ -329,7 +329,9 @@ class Model:
         num_tokens = max((key.num_tokens for key in keys), default=largest)
         self._proved = None if num_tokens > 1 or beyond_one else self._proved_uncompiled()
         if num_tokens == 1 and self._proved is None:
-            num_tokens = min(_LEARNED_AT, largest)  # guard: learned_from_several_tokens
+            # Attention may refuse more tokens than the largest batch has; the buffers have two more.
+            most = largest if self.attention is not None else max(largest, _LEAST_SYMBOLIC)
+            num_tokens = min(_LEARNED_AT, most)  # guard: learned_from_several_tokens
         if num_tokens == self.inputs.largest.get("num_reqs") and num_tokens > 1:
             num_tokens += -1 if num_tokens > _LEAST_SYMBOLIC else 1
         sizes = {**self.inputs.largest, "num_tokens": num_tokens}

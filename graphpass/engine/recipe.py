@@ -118,13 +118,9 @@ class Recipe:
         If the model's Python code has run, ``leaves`` are those of its result, for values that are no tensors.
         """
         plain = views if leaves is None else leaves  # guard: manager_plain_values
+        pairs = zip(views, plain, strict=True)
         # guard: result_objects
-        return self.build_result(
-            [
-                view.detach() if isinstance(view, torch.Tensor) else value
-                for view, value in zip(views, plain, strict=True)
-            ]
-        )
+        return self.build_result([view.detach() if isinstance(view, torch.Tensor) else leaf for view, leaf in pairs])
 
     def num_bytes(self) -> int:
         """Bytes of all buffers."""

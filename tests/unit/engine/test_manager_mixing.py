@@ -274,6 +274,11 @@ def test_keys_of_one_token_are_no_exception() -> None:
     assert_right(manager, (1, 3, 8))
     assert run(manager, rows(0)).shape == (0, WIDTH)
     manager.close()
+    one = InputSpec("x", (1, WIDTH), torch.float32)
+    refused("mixes the tokens", lambda x: x - x.mean(0), sizes=(1,), specs=(one,), max_num_reqs=1)
+    manager = captured(Doubled(), sizes=(1,), specs=(one,), max_num_reqs=1)
+    assert run(manager, rows(0)).shape == (0, WIDTH)
+    manager.close()
 
 
 def test_a_model_that_fixes_the_number_of_tokens_is_refused() -> None:
