@@ -106,7 +106,8 @@ class Model:
         self._saved = SavedCalls(self._model, ("model",), "cgpass", self._options, None)
         with replay_settings():
             self._saved.load(function, tuple(self.inputs.tensors))
-        self.uncompiled: Any = function  #: the model as it is
+        self.uncompiled = function  #: the model as it is
+        self._entry = nnmodules.code_name(function.__code__)  # of a graph that begins where the call does
         self.compiled = torch.compile(function, backend="cgpass", options=self._options)
         self._recipe: Recipe | None = None
         self._proved: ProvedUncompiled | None = None  # where one token alone is compiled
@@ -273,8 +274,8 @@ class Model:
 
     def is_whole(self, reached: Reached) -> bool:
         """Whether a call of the model was one graph, without Python code before or after it."""
-        entry = nnmodules.code_name(self.uncompiled.__code__)
-        return len(reached) == 1 and reached[0].callable.ends_early is None and reached[0].callable.code == entry
+        starts_and_ends = [(call.callable.code, call.callable.ends_early) for call in reached]
+        return starts_and_ends == [(self._entry, None)]
 
     def check_graphs(self, reached: Reached, inputs: PaddedInputs) -> None:
         """Check that each graph of a run keeps tokens and requests apart; a graph is checked once.
@@ -291,7 +292,7 @@ class Model:
             symbols = followed.symbols_of(call)
             if call.callable not in self._checked:  # guard: manager_mixing_later_graphs
                 # guard: manager_mixing_between_graphs
-                if number or call.callable.code != nnmodules.code_name(self.uncompiled.__code__):
+                if number or call.callable.code != self._entry:
                     refuse_tensors_between(call.callable, symbols, PythonState.of(self.modules))
                 refuse_mixing(call.callable, symbols, declared, unpassed)
                 self._checked.add(call.callable)

@@ -45,6 +45,8 @@ class ProvedUncompiled:
 def proved_uncompiled(model: Any, inputs: PaddedInputs, declared: Collection[Any]) -> ProvedUncompiled | None:
     """Prove by a trace that only ops in ``declared`` combine tokens; None if that fails, or others may.
 
+    None also for a model that writes to an input or to its state: what is copied back is learned from compiled graphs.
+
     Args:
         model: the model, called with the tensors of ``inputs`` in a forward context that the caller has entered.
         inputs: example inputs.
@@ -65,6 +67,6 @@ def proved_uncompiled(model: Any, inputs: PaddedInputs, declared: Collection[Any
     except Exception as error:
         _log.debug("the model is compiled for all sizes: %s", error)
         return None
-    if findings:  # guard: uncompiled_proof
+    if findings or parts.mutated_inputs:  # guard: uncompiled_proof, uncompiled_writes
         return None
     return ProvedUncompiled(modules, symbol, symbolic.facts_of(fake_mode.shape_env))

@@ -175,6 +175,20 @@ def test_attention_reads_the_requests_of_an_uncompiled_batch() -> None:
     manager.close()
 
 
+def test_an_input_that_larger_batches_write_alone_is_copied_back() -> None:
+    def written(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] > 1:
+            x.add_(1)
+        return x * 2
+
+    manager = captured(Calls(written), **ONE)
+    for num_tokens in (3, 1, 8):
+        x, expected = rows(num_tokens), rows(num_tokens)
+        torch.testing.assert_close(run(manager, x), written(expected))
+        torch.testing.assert_close(x, expected)
+    manager.close()
+
+
 def test_results_of_an_uncompiled_batch_are_new_objects() -> None:
     class Echoes(nn.Module):
         def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
