@@ -346,8 +346,13 @@ class Model:
         return learned
 
     def _proved_uncompiled(self) -> ProvedUncompiled | None:
-        """The proof that batches of one request, but without hooks and ranks, may run uncompiled; None without one."""
+        """The proof that batches of one request, but without hooks and ranks, may run uncompiled; None without one.
+
+        None with ``warm_start``, too: compiled graphs are saved, a proof would be made anew in every start.
+        """
         largest = self.inputs.largest
+        if self.used is not None:
+            return None  # guard: uncompiled_unsaved
         has_one_request = self.dispatcher.max_num_reqs == 1 == largest.get("num_reqs", 1)
         if not has_one_request or largest["num_tokens"] == 1 or self.hooks is not None or self._num_ranks is not None:
             return None  # guard: uncompiled_single_requests

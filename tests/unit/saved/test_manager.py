@@ -15,9 +15,9 @@ from tests.unit.saved.stack import INPUTS, Plain, Stack, example, stack
 
 
 def manager(
-    model: Stack, folder: Path, sizes: Sequence[int] = (2, 4), mode: str = "FULL_AND_PIECEWISE"
+    model: Stack, folder: Path, sizes: Sequence[int] = (2, 4), mode: str = "FULL_AND_PIECEWISE", max_num_reqs: int = 4
 ) -> gp.CudaGraphManager:
-    dispatcher = gp.CudagraphDispatcher(mode, sizes, max_num_reqs=4)
+    dispatcher = gp.CudagraphDispatcher(mode, sizes, max_num_reqs=max_num_reqs)
     inputs = [gp.InputSpec("x", (4, INPUTS), torch.float32)]
     return gp.CudaGraphManager(model, dispatcher, inputs, compiler="eager", progress=False, warm_start=folder)
 
@@ -42,6 +42,26 @@ def test_a_manager_loads_what_another_one_saved(
         torch.testing.assert_close(second.run(gp.Batch(rows, inputs={"x": x})), model(x))
     assert not counters["frames"], second.runtime.notes
     assert second.runtime.compiled() == 0
+
+
+def test_an_engine_for_one_request_loads_what_larger_batches_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = stack(Plain)
+    first = manager(model, tmp_path, (1,), max_num_reqs=1)
+    first.capture()
+    served(first, 1, 3, model=model)
+    first.close()
+    torch.compiler.reset()
+    counters.clear()
+    for name in ("cgpass.pipeline.partition", "graphpass.engine.uncompiled.partition"):
+        monkeypatch.setattr(name, None)
+    second = manager(model, tmp_path, (1,), max_num_reqs=1)
+    second.capture()
+    served(second, 1, 3, 1, 4, model=model)
+    assert not counters["frames"], second.runtime.notes
+    assert "uncompiled" not in "".join(second.runtime.notes)
+    second.close()
 
 
 def served(made: gp.CudaGraphManager, *sizes: int, model: Stack) -> None:
