@@ -20,7 +20,7 @@ from cgpass.paddingcheck import region_in_float64
 from cgpass.saved import GraphIdentity, SavedGraphs
 from cgpass.sizes import NamedSizes
 from graphpass.capture.runtime import GraphRuntime, runtime_of_compiler
-from graphpass.compat import dynamo, nnmodules, saving
+from graphpass.compat import dynamo, nnmodules, saving, symbolic
 from graphpass.compile import (
     CompiledRegion,
     CompiledRegions,
@@ -374,7 +374,7 @@ def _drop_unread_inputs(graph_module: fx.GraphModule) -> list[int]:
     """Erase unused tensor inputs, so that they are not copied; return the positions of the remaining inputs."""
     taken = []
     for position, node in enumerate(graph_module.graph.find_nodes(op="placeholder")):
-        if node.users or not isinstance(dynamo.example_value(node), torch.Tensor):
+        if node.users or not isinstance(symbolic.example_value(node), torch.Tensor):
             taken.append(position)
         else:
             graph_module.graph.erase_node(node)

@@ -246,11 +246,6 @@ def float_varies(placeholder: fx.Node) -> bool:
     return any(name in state and state[name].scalar is auto_dynamic for state in states)
 
 
-def example_value(node: fx.Node) -> Any:
-    """The fake tensor or symbolic size that tracing stored on a node."""
-    return node.meta["example_value"] if "example_value" in node.meta else node.meta["val"]
-
-
 def attribute_sources(graph_module: fx.GraphModule) -> dict[str, str]:
     """{attribute of Dynamo's graph module: its source in Dynamo's notation}; empty for another tracer's module."""
     sources = getattr(graph_module, "_param_name_to_source", None) or {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -278,6 +279,26 @@ def aten_graph_of(
     if any(str(node.target).startswith("aten.sym_") for node in graph.graph.nodes):
         raise ValueError("a size is read from a tensor, where it has lost its symbol")
     return graph, symbol, fake_mode
+
+
+@dataclass(frozen=True, slots=True)
+class LateValue:
+    """The fake value of a node of a saved graph, made when it is first read: most never are."""
+
+    make: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+def example_value(node: fx.Node) -> Any:
+    """The fake tensor or symbolic size that tracing stored on a node."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    key = "example_value" if "example_value" in node.meta else "val"
+    value = node.meta[key]
+    if isinstance(value, LateValue):
+        with torch.inference_mode(False), unset_fake_temporarily():
+            value = node.meta[key] = value.make(*value.args)
+    return value
 
 
 def set_values(graph_module: fx.GraphModule, inputs: Sequence[Any], fake_mode: Any) -> None:

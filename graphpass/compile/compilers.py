@@ -155,12 +155,12 @@ def _difference(region: fx.GraphModule, aten: fx.GraphModule) -> str | None:
 
 def inputs_of(graph_module: fx.GraphModule) -> list[Any]:
     """The values of a graph's inputs."""
-    return [dynamo.example_value(node) for node in graph_module.graph.find_nodes(op="placeholder")]
+    return [symbolic.example_value(node) for node in graph_module.graph.find_nodes(op="placeholder")]
 
 
 def _outputs(graph_module: fx.GraphModule) -> list[Any]:
     leaves = trees.flatten(graph_module.graph.output_node().args[0])[0]
-    return [dynamo.example_value(leaf) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+    return [symbolic.example_value(leaf) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
 
 
 def _unused_ops(graph_module: fx.GraphModule) -> frozenset[str]:

@@ -85,10 +85,10 @@ class _StructureReader:
     def read(self, compiler: str) -> Structure:
         graph = self._owner.graph
         placeholders = graph.find_nodes(op="placeholder")
-        values = [dynamo.example_value(node) for node in placeholders]
+        values = [symbolic.example_value(node) for node in placeholders]
         inputs = tuple(map(self._layout, values))
         ops = self._ops(graph)
-        outputs = tuple(self._layout(dynamo.example_value(node)) for node in graph.output_node().all_input_nodes)
+        outputs = tuple(self._layout(symbolic.example_value(node)) for node in graph.output_node().all_input_nodes)
         shape_env = symbolic.shape_env_of(values)
         own = tuple(self._symbols)
         key = StructuralKey(

@@ -383,7 +383,7 @@ class _Contest:
 def _defined_results(graph_module: fx.GraphModule) -> list[bool]:
     """For each tensor that a region returns whether it has contents; an op after the region fills the others."""
     nodes: Any = graph_module.graph.output_node().args[0]
-    tensors = [n for n in nodes if isinstance(n, fx.Node) and isinstance(dynamo.example_value(n), torch.Tensor)]
+    tensors = [n for n in nodes if isinstance(n, fx.Node) and isinstance(symbolic.example_value(n), torch.Tensor)]
     # guard: tuning_contents
     return [len(node.users) > 1 or _name_of(node.target) not in _WITHOUT_CONTENTS for node in tensors]
 

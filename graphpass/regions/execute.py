@@ -46,7 +46,8 @@ def value_of(argument: Any) -> Any:
     """
     if not isinstance(argument, fx.Node):
         return argument
-    return argument.meta.get("example_value", argument.meta.get("val"))
+    is_known = "example_value" in argument.meta or "val" in argument.meta
+    return symbolic.example_value(argument) if is_known else None
 
 
 def values_at(node: fx.Node) -> list[Any]:

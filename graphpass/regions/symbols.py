@@ -128,15 +128,18 @@ def layout_inputs(graph: fx.Graph) -> tuple[int, ...]:
     No node computes with them, and no tensor's size depends on them. So a copy of the tensors in another layout has
     other strides and offsets, but gives the same results.
     """
-    placeholders = graph.find_nodes(op="placeholder")
+    placeholders = enumerate(graph.find_nodes(op="placeholder"))
+    unused = {
+        position: expression
+        for position, node in placeholders
+        if not node.users and (expression := symbolic.expression_of(value_of(node))) is not None
+    }
+    if not unused:
+        return ()
     values = [value_of(node) for node in graph.nodes]
     sizes = [_shape(tensor) for value in values for tensor in tensors_in(value)]
     in_sizes = {symbol for shape in sizes for size in shape for symbol in getattr(size, "free_symbols", ())}
-    return tuple(
-        position
-        for position, node in enumerate(placeholders)
-        if not node.users and symbolic.expression_of(value_of(node)) not in (None, *in_sizes)
-    )
+    return tuple(position for position, expression in unused.items() if expression not in in_sizes)
 
 
 def _shape(value: Any) -> list[Any]:

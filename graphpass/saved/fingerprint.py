@@ -317,14 +317,25 @@ def _code_in(value: Any) -> list[Any]:
     return [inner] if isinstance(inner, types.FunctionType) else []
 
 
-def _class_code(kind: type) -> str:
-    """A digest of all methods of a class, those that were patched included."""
-    named = [(base, name, held) for base in kind.__mro__ for name, held in vars(base).items()]
-    # Dynamo patches two of its base class, when it first traces.
-    by_dynamo = {(torch.nn.Module, "__init__"), (torch.nn.Module, "__setstate__")}
-    own = [(name, held) for base, name, held in named if (base, name) not in by_dynamo]
-    texts = [f"{name} {code_of(function)}" for name, held in own for function in _code_in(held)]
-    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+class _ClassCode(dict[type, str]):
+    """For each class a digest of its methods, those that were patched and of its bases included; at one moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._own: dict[type, list[str]] = {}
+
+    def __missing__(self, kind: type) -> str:
+        texts = [text for base in kind.__mro__ for text in self._own_of(base)]
+        self[kind] = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+        return self[kind]
+
+    def _own_of(self, base: type) -> list[str]:
+        if base not in self._own:
+            # Dynamo patches two of its base class, when it first traces.
+            by_dynamo = {"__init__", "__setstate__"} if base is torch.nn.Module else set()
+            own = [(name, held) for name, held in vars(base).items() if name not in by_dynamo]
+            self._own[base] = [f"{name} {code_of(function)}" for name, held in own for function in _code_in(held)]
+        return self._own[base]
 
 
 @functools.cache
@@ -343,7 +354,7 @@ def modules(model: Any) -> Parts:
     if not isinstance(model, torch.nn.Module):
         return {"the function": _function(model)}
     parts = {"hooks of all modules": _hooks(torch.nn.modules.module, "_global")}  # guard: saved_global_hooks
-    code_of_class = {kind: _class_code(kind) for kind in {type(module) for module in model.modules()}}
+    code_of_class = _ClassCode()
     for path, module in model.named_modules():
         own = vars(module)
         scalars = {
@@ -366,7 +377,7 @@ def _function(model: Any) -> str:
     try:
         return text_of(model)
     except UnstableError:
-        return f"{brief(model)} {_class_code(type(model))}"
+        return f"{brief(model)} {_ClassCode()[type(model)]}"
 
 
 def _hooks(owner: Any, prefix: str) -> str:
@@ -376,16 +387,17 @@ def _hooks(owner: Any, prefix: str) -> str:
 
 def assumed(values: Mapping[str, Any]) -> Parts:
     """What a trace assumes of the model and of global variables: {expression: value}."""
-    return {f"the value of {expression}": _read(value) for expression, value in values.items()}
+    code_of_class = _ClassCode()
+    return {f"the value of {expression}": _read(value, code_of_class) for expression, value in values.items()}
 
 
-def _read(value: Any) -> str:
+def _read(value: Any, code_of_class: _ClassCode) -> str:
     """A value that a trace read; of an object, the code of its class too."""
     if isinstance(value, (set, frozenset)):  # a trace may iterate it, in the order of this process
         return f"{brief(value)}, iterated as {[repr(item) for item in value if isinstance(item, _PLAIN)]}"
     text = brief(value)
     # guard: saved_methods
-    return text if isinstance(value, _WITHOUT_METHODS) else f"{text} {_class_code(type(value))}"
+    return text if isinstance(value, _WITHOUT_METHODS) else f"{text} {code_of_class[type(value)]}"
 
 
 def sources(names: Iterable[str]) -> Parts:
