@@ -7,6 +7,7 @@ special methods such as ``__hash__``; lambdas and comprehensions.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,9 +29,9 @@ SIZES = (1, 2, 4, 8)
 WIDTH = 16
 
 
-def file_of(frame: FrameType) -> str | None:
-    """The frame's file as ``graphpass/...`` or ``cgpass/...``, None for code of others."""
-    name = frame.f_code.co_filename
+@functools.cache
+def short_name(name: str) -> str | None:
+    """A file as ``graphpass/...`` or ``cgpass/...``, None for code of others."""
     for home, short in HOMES.items():
         if name.startswith(f"{home}/"):
             return short + name.removeprefix(home)
@@ -54,8 +55,8 @@ def walk_of(call: Callable[[], object]) -> dict[str, str]:
     def follow(frame: FrameType, event: str, _: object) -> None:
         if event == "return" and entry and frame is entry[0]:
             sys.setprofile(None)
-        file = file_of(frame)
-        if event != "call" or file is None or not counts(file, frame.f_code.co_qualname):
+        file = short_name(frame.f_code.co_filename) if event == "call" else None
+        if file is None or not counts(file, frame.f_code.co_qualname):
             return
         entry[:] = entry or [frame]
         entered.setdefault(file, frame.f_code.co_qualname)

@@ -20,6 +20,7 @@ and ``Device``. Hunks are found by their text and not by their line numbers.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
@@ -242,6 +243,7 @@ def guarantees(guards: Sequence[Mutation]) -> list[Guarantee]:
     return found
 
 
+@functools.cache
 def functions_of(path: Path) -> set[str]:
     """Names of the functions of a file."""
     tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))

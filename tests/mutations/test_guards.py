@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -13,10 +15,15 @@ from tests.mutations import ROOT, Mutation, MutationError, functions_of, guarant
 GUARDS = mutations()
 
 
+@functools.cache
+def code_of(file: Path) -> CodeType:
+    return compile(file.read_text(encoding="utf-8"), file, "exec")
+
+
 @pytest.mark.parametrize("mutation", GUARDS, ids=lambda mutation: mutation.name)
 def test_a_mutation_applies_and_its_tests_exist(mutation: Mutation) -> None:
     for file, text in mutation.mutated(ROOT).items():
-        assert ast.dump(ast.parse(text, filename=str(file))) != ast.dump(ast.parse(file.read_text(encoding="utf-8")))
+        assert compile(text, file, "exec") != code_of(file)
     for test in mutation.tests:
         file_name, _, function = test.partition("::")
         assert function.partition("[")[0] in functions_of(ROOT / file_name), test
