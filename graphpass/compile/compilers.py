@@ -126,6 +126,9 @@ def trace_alone(trace: TraceFunction, graph_module: fx.GraphModule, symbols: Seq
     try:
         if any(symbolic.is_unbacked(symbol) for symbol in symbols_of(inputs_of(graph_module))):
             return GraphTrace(None, "it takes sizes that depend on data")
+        if _is_aten(graph_module):
+            with symbolic.quiet_shapes(symbolic.fake_mode_of(inputs_of(graph_module))):
+                return GraphTrace(trace(graph_module), None, tuple(symbols))
         inputs = inputs_within(inputs_of(graph_module), {})
         if inputs is None:
             return GraphTrace(None, "its inputs have layouts that cannot be reproduced")
@@ -135,6 +138,15 @@ def trace_alone(trace: TraceFunction, graph_module: fx.GraphModule, symbols: Seq
         return show.result([inputs.symbols.get(symbol) for symbol in symbols])
     except Exception as error:
         return GraphTrace(None, f"it cannot be traced to aten: {summary(error)}")
+
+
+def _is_aten(graph_module: fx.GraphModule) -> bool:
+    """Whether a graph is of overloads that write nothing, with their values, as AOTAutograd would make it."""
+    calls = [node for node in graph_module.graph.nodes if node.op not in ("placeholder", "output")]
+    return all("val" in node.meta for node in graph_module.graph.nodes if node.op != "output") and all(
+        isinstance(node.target, operators.OpOverload) and not operators.is_mutable(node.target)  # guard: traced_writes
+        for node in calls
+    )
 
 
 def _difference(region: fx.GraphModule, aten: fx.GraphModule) -> str | None:
