@@ -90,23 +90,18 @@ def _pickler() -> Any:
                 return _artifact, (Bundle.serialize_compile_artifacts(Bundle(obj)),)
             if isinstance(obj, FakeTensor) and obj._base is not None:  # torch pickles no base
                 return super().reducer_override(symbolic.without_base(obj, obj.fake_mode))
-            if isinstance(obj, symbolic.LateValue):
-                return symbolic.LateValue, tuple(self.reducer_override(*obj.args))
             reduced = super().reducer_override(obj)
             if isinstance(obj, fx.GraphModule):
                 make, (data, state) = reduced
                 data.gm_dict["meta"] = {}
                 for node in data.graph.nodes:
-                    if isinstance(node.meta.get("example_value"), FakeTensor):
-                        node.meta["example_value"] = symbolic.LateValue(_made, (node.meta["example_value"],))
+                    value = node.meta.get("example_value")
+                    if isinstance(value, FakeTensor):
+                        node.meta["example_value"] = symbolic.LateValue(*self.reducer_override(value))
                 return _with_code, (make, data, state)
             return reduced
 
     return Pickler
-
-
-def _made(value: Any) -> Any:
-    return value
 
 
 def _view_of(mapping: dict[Any, Any]) -> Mapping[Any, Any]:

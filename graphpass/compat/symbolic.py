@@ -288,16 +288,20 @@ class LateValue:
     make: Callable[..., Any]
     args: tuple[Any, ...]
 
+    def value(self) -> Any:
+        """Make it."""
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+        with torch.inference_mode(False), unset_fake_temporarily():
+            return self.make(*self.args)
+
 
 def example_value(node: fx.Node) -> Any:
     """The fake tensor or symbolic size that tracing stored on a node."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
     key = "example_value" if "example_value" in node.meta else "val"
     value = node.meta[key]
     if isinstance(value, LateValue):
-        with torch.inference_mode(False), unset_fake_temporarily():
-            value = node.meta[key] = value.make(*value.args)
+        value = node.meta[key] = value.value()
     return value
 
 

@@ -1,7 +1,7 @@
 """The compilers for regions, with a common signature, and the aten graph that the AOT step of one produces.
 
 A trace function reads that graph where the region is compiled: a separate trace would double the time. A region whose
-compiler has no AOT step is traced separately, in a new shape environment.
+compiler has no AOT step is traced separately, in a new shape environment, unless it is an aten graph already.
 """
 
 from __future__ import annotations
@@ -122,17 +122,20 @@ class TraceOnce:
 
 
 def trace_alone(trace: TraceFunction, graph_module: fx.GraphModule, symbols: Sequence[sympy.Symbol]) -> GraphTrace:
-    """Trace a region that no AOT step compiles; ``symbols`` are the region's, in the order of the structure."""
+    """Trace a region that no AOT step compiles, or read it as it is if it is aten already.
+
+    ``symbols`` are the region's, in the order of the structure.
+    """
     try:
         if any(symbolic.is_unbacked(symbol) for symbol in symbols_of(inputs_of(graph_module))):
             return GraphTrace(None, "it takes sizes that depend on data")
+        show = TraceOnce(trace, graph_module, runs_as_it_is=True)
         if _is_aten(graph_module):
-            with symbolic.quiet_shapes(symbolic.fake_mode_of(inputs_of(graph_module))):
-                return GraphTrace(trace(graph_module), None, tuple(symbols))
+            show(graph_module)
+            return show.result(symbols)
         inputs = inputs_within(inputs_of(graph_module), {})
         if inputs is None:
             return GraphTrace(None, "its inputs have layouts that cannot be reproduced")
-        show = TraceOnce(trace, graph_module, runs_as_it_is=True)
         with dynamo.tracing_with(inputs.fake_mode):
             dynamo.aot_eager(own_copy(graph_module, keep_shapes=False), inputs.values, show)
         return show.result([inputs.symbols.get(symbol) for symbol in symbols])
@@ -142,10 +145,11 @@ def trace_alone(trace: TraceFunction, graph_module: fx.GraphModule, symbols: Seq
 
 def _is_aten(graph_module: fx.GraphModule) -> bool:
     """Whether a graph is of overloads that write nothing, with their values, as AOTAutograd would make it."""
-    calls = [node for node in graph_module.graph.nodes if node.op not in ("placeholder", "output")]
-    return all("val" in node.meta for node in graph_module.graph.nodes if node.op != "output") and all(
+    nodes = [node for node in graph_module.graph.nodes if node.op != "output"]
+    return all("val" in node.meta for node in nodes) and all(
         isinstance(node.target, operators.OpOverload) and not operators.is_mutable(node.target)  # guard: traced_writes
-        for node in calls
+        for node in nodes
+        if node.op != "placeholder"
     )
 
 

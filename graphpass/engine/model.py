@@ -348,7 +348,7 @@ class Model:
     def _proved_uncompiled(self) -> ProvedUncompiled | None:
         """The proof that batches of one request, but without hooks and ranks, may run uncompiled; None without one.
 
-        None with ``warm_start``, too: compiled graphs are saved, a proof would be made anew in every start.
+        None with ``warm_start``, too: compiled graphs are saved, and a proof is made anew in every start.
         """
         largest = self.inputs.largest
         if self.used is not None:

@@ -15,7 +15,7 @@ import inspect
 import platform
 import sys
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -317,25 +317,22 @@ def _code_in(value: Any) -> list[Any]:
     return [inner] if isinstance(inner, types.FunctionType) else []
 
 
-class _ClassCode(dict[type, str]):
-    """For each class a digest of its methods, those that were patched and of its bases included; at one moment."""
+def _class_digests() -> Callable[[type], str]:
+    """A function that digests all methods of a class, patched ones included; it reads each class once."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._own: dict[type, list[str]] = {}
+    @functools.cache
+    def texts_of(base: type) -> list[str]:
+        # Dynamo patches two of its base class, when it first traces.
+        by_dynamo = {"__init__", "__setstate__"} if base is torch.nn.Module else set()
+        own = [(name, held) for name, held in vars(base).items() if name not in by_dynamo]
+        return [f"{name} {code_of(function)}" for name, held in own for function in _code_in(held)]
 
-    def __missing__(self, kind: type) -> str:
-        texts = [text for base in kind.__mro__ for text in self._own_of(base)]
-        self[kind] = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
-        return self[kind]
+    @functools.cache
+    def digest_of(kind: type) -> str:
+        texts = [text for base in kind.__mro__ for text in texts_of(base)]
+        return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
-    def _own_of(self, base: type) -> list[str]:
-        if base not in self._own:
-            # Dynamo patches two of its base class, when it first traces.
-            by_dynamo = {"__init__", "__setstate__"} if base is torch.nn.Module else set()
-            own = [(name, held) for name, held in vars(base).items() if name not in by_dynamo]
-            self._own[base] = [f"{name} {code_of(function)}" for name, held in own for function in _code_in(held)]
-        return self._own[base]
+    return digest_of
 
 
 @functools.cache
@@ -354,7 +351,7 @@ def modules(model: Any) -> Parts:
     if not isinstance(model, torch.nn.Module):
         return {"the function": _function(model)}
     parts = {"hooks of all modules": _hooks(torch.nn.modules.module, "_global")}  # guard: saved_global_hooks
-    code_of_class = _ClassCode()
+    digest_of = _class_digests()
     for path, module in model.named_modules():
         own = vars(module)
         scalars = {
@@ -365,7 +362,7 @@ def modules(model: Any) -> Parts:
         named = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
         tensors = [(name, brief(tensor)) for name, tensor in named]
         place = f"module {path!r}" if path else "the model"
-        parts[f"{place}: class"] = f"{_named(type(module))} {code_of_class[type(module)]}"  # guard: saved_forward
+        parts[f"{place}: class"] = f"{_named(type(module))} {digest_of(type(module))}"  # guard: saved_forward
         parts[f"{place}: attributes"] = str(scalars)  # guard: saved_attributes
         parts[f"{place}: hooks"] = _hooks(module, "")  # guard: saved_hooks
         parts[f"{place}: tensors"] = str(tensors)  # guard: saved_tensors
@@ -377,7 +374,7 @@ def _function(model: Any) -> str:
     try:
         return text_of(model)
     except UnstableError:
-        return f"{brief(model)} {_ClassCode()[type(model)]}"
+        return f"{brief(model)} {_class_digests()(type(model))}"
 
 
 def _hooks(owner: Any, prefix: str) -> str:
@@ -387,17 +384,17 @@ def _hooks(owner: Any, prefix: str) -> str:
 
 def assumed(values: Mapping[str, Any]) -> Parts:
     """What a trace assumes of the model and of global variables: {expression: value}."""
-    code_of_class = _ClassCode()
-    return {f"the value of {expression}": _read(value, code_of_class) for expression, value in values.items()}
+    digest_of = _class_digests()
+    return {f"the value of {expression}": _read(value, digest_of) for expression, value in values.items()}
 
 
-def _read(value: Any, code_of_class: _ClassCode) -> str:
+def _read(value: Any, digest_of: Callable[[type], str]) -> str:
     """A value that a trace read; of an object, the code of its class too."""
     if isinstance(value, (set, frozenset)):  # a trace may iterate it, in the order of this process
         return f"{brief(value)}, iterated as {[repr(item) for item in value if isinstance(item, _PLAIN)]}"
     text = brief(value)
     # guard: saved_methods
-    return text if isinstance(value, _WITHOUT_METHODS) else f"{text} {code_of_class[type(value)]}"
+    return text if isinstance(value, _WITHOUT_METHODS) else f"{text} {digest_of(type(value))}"
 
 
 def sources(names: Iterable[str]) -> Parts:

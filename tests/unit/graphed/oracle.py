@@ -33,13 +33,6 @@ def rows(*sizes: int, width: int = 4) -> list[Callable[[], Made]]:
     return each(lambda size: call(torch.randn(size, width)), sizes)
 
 
-def seed(number: int) -> None:
-    """As ``torch.manual_seed``, which formats the stack once for each kind of device that is not here: 1 ms."""
-    torch.default_generator.manual_seed(number)
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed_all(number)
-
-
 def agree(
     make: Callable[[], Callable[..., Any]], calls: Sequence[Callable[[], Made]], *args: Any, **options: Any
 ) -> gp.GraphedModel:
@@ -56,16 +49,16 @@ def agree(
     """
     models = []
     for _ in range(2):
-        seed(0)
+        torch.default_generator.manual_seed(0)
         models.append(make())
     eager, ours = models
     fast = graphed(ours, *args, **options)
     for number, of_call in enumerate(calls):
         seen = []
         for model, called in ((eager, eager), (ours, fast)):
-            seed(number)
+            torch.default_generator.manual_seed(number)
             given, named = of_call()
-            seed(number)
+            torch.default_generator.manual_seed(number)
             with torch.no_grad():
                 result = called(*given, **named)
             state = model if isinstance(model, torch.nn.Module) else None
