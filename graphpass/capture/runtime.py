@@ -159,11 +159,11 @@ class GraphRuntime:
         """Counts and costs so far of each region at each key that was captured."""
         return [use for wrapper in self._alive() for use in wrapper.uses()]
 
-    def suggested_sizes(self, limit: int = 16) -> dict[str, list[int]]:
+    def suggested_sizes(self, limit: int | None = None) -> dict[str, list[int]]:
         """The sizes with the least padding for the calls so far, as ``capture_sizes`` takes them.
 
         Args:
-            limit: the most sizes of a key field.
+            limit: the most sizes of a key field; by default 16, and fewer where fields multiply.
 
         Returns:
             {key field: sizes}; without fields that are not padded.

@@ -24,6 +24,9 @@ from graphpass.report.records import (
 from graphpass.sizeplan import plan_sizes
 
 Figures = dict[str, Any]
+_MOST_OF_A_FIELD = 16
+_LARGEST_GRID = 64
+_CALLS_OF_A_KEY = 4
 PADDING_BEFORE = "padding before"
 """The event of a size that got a graph of its own: the seconds that its padding had cost."""
 
@@ -86,7 +89,7 @@ class SizeTraffic:
     histogram: Mapping[int, int]  #: {size: number of calls}
     captured: tuple[int, ...] = ()  #: the sizes that have graphs, ascending
     is_padded: bool = True  #: whether calls are padded along it; if not, a captured size serves that size alone
-    limit: int = 16  #: the most sizes to suggest
+    limit: int = _MOST_OF_A_FIELD  #: the most sizes to suggest
     at_least: int = 0  #: a size that is always suggested, too; 0 for none
     adapts: bool = False  #: whether ``adapt()`` would capture graphs for this traffic
 
@@ -97,6 +100,12 @@ class SizeTraffic:
             return ()
         always = {self.at_least: 0} if self.at_least else {}
         return plan_sizes({**always, **self.histogram}, self.limit).sizes
+
+    @property
+    def ladder(self) -> tuple[int, ...]:
+        """The sizes to declare: the suggested ones, or all if none is padded and they are at most ``limit``."""
+        exact = () if self.is_padded else tuple(sorted(size for size, times in self.histogram.items() if times))
+        return self.suggested if self.is_padded or len(exact) > self.limit else exact
 
     def waste(self, sizes: tuple[int, ...]) -> float | None:
         """Share of padding if calls were padded to these ascending sizes; None if one fits none, or without calls."""
@@ -171,10 +180,7 @@ def runtime_figures(
         callables=callables,
         keys=keys,
         uncaptured=tuple(ledger.uncaptured.values()),
-        traffic=tuple(
-            SizeTraffic(field, "capture_sizes", seen, captured_sizes(keys, field), is_padded=field not in exact)
-            for field, seen in stats.histograms.items()
-        ),
+        traffic=tuple(_traffic_of(keys, stats.histograms, exact)),
         costs=Costs(
             callables=stats.callables,
             loaded=sum(record.is_loaded for record in callables),
@@ -189,6 +195,24 @@ def runtime_figures(
             tuned=tuple(_tuned_ranges(ledger)),
         ),
     )
+
+
+def _traffic_of(
+    keys: Sequence[KeyUse], histograms: Mapping[str, Mapping[int, int]], exact: Collection[str]
+) -> Iterator[SizeTraffic]:
+    """The sizes of each field, of which so many are suggested that their combinations are a moderate number of keys.
+
+    Each size of an exact field is a key for each size of the others, so beside one the calls per key count, too.
+    """
+    num_exact = math.prod(len(histograms[field]) or 1 for field in histograms.keys() & exact)
+    calls = max((sum(seen.values()) for seen in histograms.values()), default=0)
+    grid = _LARGEST_GRID if num_exact == 1 else min(_LARGEST_GRID, calls // _CALLS_OF_A_KEY) // num_exact
+    limit = max(1, min(_MOST_OF_A_FIELD, round(grid ** (1 / (len(histograms.keys() - exact) or 1)))))
+    limit_exact = num_exact if num_exact <= _LARGEST_GRID else 0
+    for name, seen in histograms.items():
+        is_padded, captured = name not in exact, captured_sizes(keys, name)
+        of_field = limit if is_padded else limit_exact
+        yield SizeTraffic(name, "capture_sizes", seen, captured, is_padded=is_padded, limit=of_field)
 
 
 def _tuned_ranges(ledger: Ledger) -> Iterator[TunedRange]:

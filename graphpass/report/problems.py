@@ -6,13 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from graphpass.keys import CUDAGraphMode
-from graphpass.report.drawing import counted
-from graphpass.report.figures import Problem, ReportFigures
+from graphpass.report.drawing import counted, listed
+from graphpass.report.figures import Problem, ReportFigures, SizeTraffic
 from graphpass.report.records import CallableRecord
 
 OF_A_NEW_KEY = "first calls of a key"
 _CALLS_THAT_TELL = 16
-_LARGEST_GRID = 64
 _KINDS = ("never captured", "no graph", "not captured", "graph break", "cut", "not padded", "note")
 
 
@@ -65,13 +64,23 @@ def _first_calls(figures: ReportFigures) -> Iterator[Problem]:
     first = [use for use in figures.uncaptured if use.reason.is_expected and use.reason.why == OF_A_NEW_KEY]
     times = sum(use.n for use in first)
     calls = sum(use.calls for use in figures.keys) + sum(use.n for use in figures.uncaptured)
-    fields = [seen for seen in figures.traffic if seen.option == "capture_sizes" and seen.suggested]
-    most = round(_LARGEST_GRID ** (1 / max(len(fields), 1)))
-    sizes = {seen.field: list(replace(seen, limit=min(seen.limit, most)).suggested) for seen in fields}
-    if sizes and calls >= _CALLS_THAT_TELL and 2 * times >= calls:
+    fields = [seen for seen in figures.traffic if seen.option == "capture_sizes" and any(seen.histogram.values())]
+    if fields and calls >= _CALLS_THAT_TELL and 2 * times >= calls:
         what = f"{counted(times, 'call')} of {calls} were the first of their sizes"
-        remedy = f"declare a ladder, capture_sizes={sizes}, and capture it ahead of the calls (capture(), precapture())"
-        yield Problem("no graph", what, tuple(dict.fromkeys(use.subject for use in first)), times=times, remedy=remedy)
+        places = tuple(dict.fromkeys(use.subject for use in first))
+        yield Problem("no graph", what, places, times=times, remedy=_ladder_of(fields))
+
+
+def _ladder_of(fields: Sequence[SizeTraffic]) -> str:
+    """The ladder to declare; a dimension that has too many sizes for one has to be padded first."""
+    ladders = {seen.field: list(seen.ladder) for seen in fields if seen.ladder}
+    declare = f"declare a ladder, capture_sizes={ladders}"
+    too_many = [seen for seen in fields if not seen.ladder]
+    if not too_many:
+        return f"{declare}, and capture it ahead of the calls (capture(), precapture())"
+    sizes = listed(f"{seen.field} ({counted(len(seen.histogram), 'size')})" for seen in too_many)
+    pad = f"make {sizes} padded, as the row 'not padded' says: each of these sizes is captured"
+    return f"{pad}; and {declare}" if ladders else pad
 
 
 def _endings(callables: Sequence[CallableRecord]) -> Iterator[Problem]:

@@ -64,17 +64,17 @@ class Report:
         yield from padding_parts(self.figures, with_pictures=with_pictures)
         yield from cost_parts(self.figures.costs, with_pictures=with_pictures)
 
-    def suggested_sizes(self, limit: int = 16) -> dict[str, list[int]]:
+    def suggested_sizes(self, limit: int | None = None) -> dict[str, list[int]]:
         """The sizes with the least padding for the calls so far: ``capture_sizes``, or an encoder's ``token_budgets``.
 
         Args:
-            limit: the most sizes of a key field.
+            limit: the most sizes of a key field; by default 16, and fewer where fields multiply.
 
         Returns:
             {key field: sizes}; without fields that are not padded, or that no call had.
         """
-        planned = {seen.field: list(replace(seen, limit=limit).suggested) for seen in self.figures.traffic}
-        return {field: sizes for field, sizes in planned.items() if sizes}
+        planned = [replace(seen, limit=limit or seen.limit) for seen in self.figures.traffic]
+        return {seen.field: list(seen.suggested) for seen in planned if seen.suggested}
 
     def __str__(self) -> str:
         return text_of(self._parts(with_pictures=False), most_rows=_MOST_ROWS)
@@ -351,12 +351,13 @@ def _traffic_table(traffic: Iterable[SizeTraffic]) -> Table:
 
 def _suggestions(traffic: Iterable[SizeTraffic]) -> Iterator[Text]:
     by_option: dict[str, dict[str, list[int]]] = {}
-    otherwise = ""
+    otherwise, changed = "", set()
     for seen in traffic:
-        if seen.suggested and seen.suggested != seen.captured:
-            by_option.setdefault(seen.option, {})[seen.field] = list(seen.suggested)
+        if seen.ladder:
+            by_option.setdefault(seen.option, {})[seen.field] = list(seen.ladder)
+            changed |= {seen.option} if seen.ladder != seen.captured else set()
             otherwise = ", or adapt() between requests" if seen.adapts else ""
-    for option, sizes in by_option.items():
+    for option, sizes in ((option, by_option[option]) for option in by_option if option in changed):
         # A list serves the field of that name, and an option of one field.
         is_list = option != "capture_sizes" or sizes.keys() == {"num_tokens"}
         value = next(iter(sizes.values())) if is_list else sizes

@@ -1,0 +1,90 @@
+"""The ladder that a report suggests, taken from its text and declared: more calls replay, also beside exact sizes."""
+
+from __future__ import annotations
+
+import ast
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphpass as gp
+from tests.unit.cgpass.attended import Make
+from tests.unit.models import module
+
+CALLS = 50
+
+
+def embedded(forward: Callable[..., Any], **parts: nn.Module) -> nn.Module:
+    return module(forward, words=nn.Embedding(50, 6), layer=nn.Linear(6, 6), **parts).eval()
+
+
+#: Each pads the batch, and mixes the second dimension in a way that no proof covers.
+RAGGED: dict[str, nn.Module] = {
+    "a mean": embedded(lambda self, ids: self.layer(self.words(ids).mean(1))),
+    "a maximum beside a mean": embedded(lambda self, ids: self.words(ids).amax(1) + self.words(ids).mean(1)),
+    "a variance": embedded(lambda self, ids: self.layer(self.words(ids)).var(1)),
+    "a reversal": embedded(lambda self, ids: self.layer(self.words(ids).flip(1))),
+    "a sort": embedded(lambda self, ids: self.layer(self.words(ids.sort(1)[0]))),
+    "a softmax": embedded(lambda self, ids: self.layer(self.words(ids)).softmax(1).sum(1)),
+    "the last token": embedded(lambda self, ids: self.layer(self.words(ids)[:, -1])),
+    "a window": embedded(
+        lambda self, ids: self.window(self.words(ids).transpose(1, 2)).mean(2), window=nn.Conv1d(6, 6, 2)
+    ),
+}
+
+
+def traffic(most: int, calls: int = CALLS) -> list[tuple[torch.Tensor]]:
+    sizes, drawn = random.Random(0), torch.Generator().manual_seed(0)
+    shapes = [(sizes.randint(2, 6), sizes.randint(2, most)) for _ in range(calls)]
+    return [(torch.randint(50, shape, generator=drawn),) for shape in shapes]
+
+
+def ladder_in(remedy: str) -> dict[str, list[int]]:
+    found = re.search(r"capture_sizes=(\{.*?\})", remedy)
+    assert found is not None, remedy
+    ladder: dict[str, list[int]] = ast.literal_eval(found[1])
+    return ladder
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_a_suggested_ladder_raises_replays(compiled: Make, name: str) -> None:
+    model, calls = RAGGED[name], traffic(13)
+    fast = compiled(model, dynamic=True)
+    before = fast.serve(calls)
+    ladder = ladder_in(fast.problem("were the first of their sizes").remedy)
+    assert f"capture_sizes={ladder}" in str(fast.rt.report()), "the same is suggested for this traffic"
+    fast = compiled(model, dynamic=True, capture_sizes=ladder)
+    assert fast.serve(calls) > before + 10, "also without a capture ahead"
+    fast = compiled(model, dynamic=True, capture_sizes=ladder)
+    with torch.no_grad():
+        gp.precapture(fast.fast, *calls[0])
+    assert fast.serve(calls) == len(calls)
+    assert not any("first of their sizes" in problem.what for problem in fast.problems)
+
+
+def test_a_dimension_of_too_many_sizes_is_named(compiled: Make) -> None:
+    """No ladder serves 100 exact sizes: the remedy names their dimension, and that of its row then pads it."""
+    calls = traffic(150, 200)
+    fast = compiled(RAGGED["a mean"], dynamic=True)
+    before = fast.serve(calls)
+    remedy = fast.problem("were the first of their sizes").remedy
+    (name,) = re.findall(r"make (\S+) \(\d+ sizes\) padded, as the row 'not padded' says", remedy)
+    (row,) = [problem for problem in fast.problems if problem.kind == "not padded"]
+    assert row.what.startswith(f"{name} is not padded")
+    fast = compiled(RAGGED["a mean"], dynamic=True, capture_sizes=ladder_in(remedy))
+    assert fast.serve(calls) > before
+
+    declared = re.search(r"padding=(\{.*?\})", row.remedy)
+    assert declared is not None
+    masked = embedded(
+        lambda self, ids, mask: self.layer((self.words(ids) * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
+    )
+    fast = compiled(masked, dynamic=True, padding=ast.literal_eval(declared[1]))
+    with_masks = [(ids, torch.ones(ids.shape)) for (ids,) in calls]
+    assert fast.serve(with_masks) > len(calls) - 50
+    assert fast.problems == ()
