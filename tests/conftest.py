@@ -171,6 +171,19 @@ def clean_compiler() -> Iterator[None]:
         guards.profile_guard_manager = lambda *_: 0.0
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Fixtures that tests share draw the same numbers, whichever test asks for them first."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Each test draws the same numbers, whichever ran before it, and whether or not it made a shared fixture."""
+    pytest_runtest_setup()
+
+
 @pytest.fixture
 def cuda() -> torch.device:
     """The GPU under test; a test that asks for it carries ``pytest.mark.cuda``."""

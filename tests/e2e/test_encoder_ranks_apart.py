@@ -61,17 +61,16 @@ def captured_apart(rank: int) -> Any:
 
 
 def failed_on_one(rank: int) -> Any:
-    """The result of each request, or what the rank was told, and after how many seconds. Rank 0 fails in the first."""
+    """The result of each request, or what the rank was told. Rank 0 fails in the first."""
     encoder = FailsOnRank()
     encoder.fails = rank == 0
     manager, found = manager_of(encoder, OPTIONS[0]), []
     for seed in range(2):
-        started = time.monotonic()
         try:
             result: Any = manager.execute(toy.images((8,) * NUM_RANKS, seed=seed))
         except Exception as error:
             result = f"{type(error).__name__}: {error}"
-        found.append((result, time.monotonic() - started))
+        found.append(result)
         if rank == 0:
             time.sleep(PAUSE_S)
     return found
@@ -123,16 +122,18 @@ def test_a_capture_is_local_to_its_rank(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_fails_leaves_none_waiting_and_none_wrong(tmp_path: Path) -> None:
-    """The others learn of it, instead of taking what it sends with the next request for its share of this one."""
+    """The others learn of it, instead of taking what it sends with the next request for its share of this one.
+
+    One that waited for its time-out would be told of that.
+    """
     told = by_rank(tmp_path, failed_on_one)
     first, second = zip(*told, strict=True)
-    assert first[0][0] == "OutOfMemoryError: no memory"
-    for result, seconds in first[1:]:
+    assert first[0] == "OutOfMemoryError: no memory"
+    for result in first[1:]:
         assert "rank 0 could not encode its share" in result
         assert "OutOfMemoryError: no memory" in result
-        assert seconds < TIMEOUT_S / 2
     expected = toy.one_by_one(toy.ToyEncoder(), toy.images((8,) * NUM_RANKS, seed=1))
-    for result, _ in second:
+    for result in second:
         assert_same(result, expected)
 
 

@@ -24,7 +24,10 @@ def rows(size: int) -> tuple[torch.Tensor, ...]:
 
 
 class Compiled:
-    """Calls are made without autograd; ``make`` makes the arguments of a size, ``key`` its descriptor."""
+    """Calls are made without autograd; ``make`` makes the arguments of a size, ``key`` its descriptor.
+
+    A test of sizes or numbers as symbols asks for ``dynamic=True``, which takes longer to trace.
+    """
 
     def __init__(
         self,
@@ -33,7 +36,7 @@ class Compiled:
         *,
         make: Callable[[Any], tuple[Any, ...]] = rows,
         key: Callable[[Any], BatchDescriptor] = BatchDescriptor,
-        dynamic: bool | None = True,
+        dynamic: bool | None = False,
         fullgraph: bool = False,
         **options: Any,
     ) -> None:

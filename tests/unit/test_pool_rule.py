@@ -77,7 +77,7 @@ class Captured(Compiled):
     """A model with every key captured."""
 
     def __init__(self, runtime: GraphRuntime, seed: int = 0, sizes: tuple[int, ...] = (4, 2), **options: Any) -> None:
-        super().__init__(runtime, Model(seed).eval(), splitting_ops=[SPLIT], **options)
+        super().__init__(runtime, Model(seed).eval(), dynamic=True, splitting_ops=[SPLIT], **options)
         self.capture(sizes=sizes)
 
     def forward(self, mode: str, x: torch.Tensor, **given: Any) -> Any:

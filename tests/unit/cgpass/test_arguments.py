@@ -84,6 +84,7 @@ def test_channels_last(keyed: Make, compiler: str, weights: torch.memory_format)
     fast = keyed(
         model,
         make=lambda size: (torch.randn(size, 3, 8, 8).to(memory_format=torch.channels_last),),
+        dynamic=True,
         compiler=compiler,
     )
     fast.capture(sizes=(5, 2))
@@ -149,7 +150,7 @@ def test_the_default_generator_across_two_sizes(keyed: Make, compiler: str) -> N
     def model(x: torch.Tensor) -> torch.Tensor:
         return F.dropout(torch.ops.cgpasstest.attend(F.dropout(x, 0.5)), 0.5) + torch.randn_like(x)
 
-    fast = keyed(model, make=lambda size: (torch.ones(size, 6),), compiler=compiler)
+    fast = keyed(model, make=lambda size: (torch.ones(size, 6),), dynamic=True, compiler=compiler)
     fast.capture(sizes=(8, 4))
     for seed, mode in ((3, "FULL"), (3, "PIECEWISE"), (4, "FULL")):
         torch.manual_seed(seed)
@@ -242,7 +243,7 @@ VALUES = [{}, {"bias": torch.ones(6)}, {"times": 3}, {"rate": 0.25}, {"flip": Tr
 
 @pytest.mark.parametrize("values", VALUES, ids=[",".join(v) or "none" for v in VALUES])
 def test_none_int_float_and_bool_arguments(keyed: Make, values: dict[str, Any]) -> None:
-    fast = keyed(with_values)
+    fast = keyed(with_values, dynamic=True)
     for number, mode in itertools.product(range(3), BOTH):
         x = drawn()
         agrees(fast.at(mode, 4, x, **values, capture=number == 0), with_values(x, **values))
@@ -251,7 +252,7 @@ def test_none_int_float_and_bool_arguments(keyed: Make, values: dict[str, Any]) 
 
 def test_values_that_take_turns_are_never_mixed_up(keyed: Make) -> None:
     """An int is baked, so it is in the key; everything else is Dynamo's to tell apart."""
-    fast = keyed(with_values)
+    fast = keyed(with_values, dynamic=True)
     captured = []
     for capture in (True, False):
         for values, mode in itertools.product((*VALUES, *reversed(VALUES)), BOTH):
@@ -262,7 +263,7 @@ def test_values_that_take_turns_are_never_mixed_up(keyed: Make) -> None:
 
 
 def test_a_float_argument_that_changes(keyed: Make) -> None:
-    fast = keyed(with_values)
+    fast = keyed(with_values, dynamic=True)
     captured = []
     for rates, capture in (([0.5, 0.25, 0.75], True), ([0.5, 0.25, 0.75] * 2, False)):
         for rate, mode in itertools.product(rates, BOTH):
@@ -275,7 +276,7 @@ def test_a_float_argument_that_changes(keyed: Make) -> None:
 
 
 def test_a_float_that_was_never_captured_is_served_by_the_same_graph(keyed: Make) -> None:
-    fast = keyed(with_values)
+    fast = keyed(with_values, dynamic=True)
     fast.at("PIECEWISE", 4, drawn(), rate=0.5, capture=True)
     for rate in (0.25, 0.5, 0.75):
         x = drawn()

@@ -108,7 +108,7 @@ def test_a_context_that_names_no_graph_is_refused(mode: str, descriptor: BatchDe
 
 @MODES
 def test_a_key_that_was_not_captured_is_refused(keyed: Make, mode: str) -> None:
-    fast = keyed(attended)
+    fast = keyed(attended, dynamic=True)
     fast.capture(mode)
     with pytest.raises(CaptureError, match="has no graph") as raised:
         fast.check(mode, sizes=[8])
@@ -120,7 +120,7 @@ def test_a_key_that_was_not_captured_is_refused(keyed: Make, mode: str) -> None:
 
 @MODES
 def test_an_input_of_another_size_than_its_key_is_refused(keyed: Make, mode: str) -> None:
-    fast = keyed(attended, capture_sizes=[4, 8], dynamic_dims={"x": 0})
+    fast = keyed(attended, dynamic=True, capture_sizes=[4, 8], dynamic_dims={"x": 0})
     for captured in (False, True):
         with pytest.raises(ShapeError, match="'x'") as raised:
             fast.at(mode, 8, torch.randn(5, 6), capture=not captured)
@@ -130,7 +130,7 @@ def test_an_input_of_another_size_than_its_key_is_refused(keyed: Make, mode: str
 
 
 def test_without_declared_dims_a_wrong_size_does_not_fit_the_graph(keyed: Make) -> None:
-    fast = keyed(attended)
+    fast = keyed(attended, dynamic=True)
     fast.capture("FULL", sizes=[8])
     with pytest.raises((ShapeError, CaptureError)) as raised:
         fast.at("FULL", 8, torch.randn(5, 6))
@@ -142,6 +142,7 @@ def test_two_key_fields_are_each_checked(keyed: Make) -> None:
         lambda x: x.softmax(1) * 2,
         make=lambda size: (torch.randn(*size),),
         key=lambda size: BatchDescriptor(size[0] * size[1], num_reqs=size[0], extra=(("seq_len", size[1]),)),
+        dynamic=True,
         capture_sizes={"num_reqs": [2, 3], "seq_len": [5, 7]},
         dynamic_dims={"x": {0: "num_reqs", 1: "seq_len"}},
     )
@@ -160,7 +161,7 @@ def test_capture_sizes_outside_the_guards_are_listed_with_their_constraint(keyed
         torch._check(x.shape[0] <= 8, lambda: "at most 8 rows")
         return x * 2
 
-    fast = keyed(model, capture_sizes=[1, 4, 16], dynamic_dims={"x": 0})
+    fast = keyed(model, dynamic=True, capture_sizes=[1, 4, 16], dynamic_dims={"x": 0})
     fast.capture("FULL")
     notes = list(fast.rt.notes)
     assert any("num_tokens=16 is outside this graph's guards" in note and "<= 8" in note for note in notes)

@@ -43,7 +43,7 @@ def test_five_rows_are_no_eight_tokens(keyed: Make, mode: str, how: str) -> None
 def test_rows_that_are_not_padded_are_the_error_of_the_call_that_has_them(keyed: Make, dims: dict[str, int]) -> None:
     """The loop of the guide: Dynamo calls the input of ``nn.Sequential`` ``args[0]``."""
     model = nn.Sequential(nn.Linear(6, 6), nn.ReLU()).eval()
-    fast = keyed(model, splitting_ops=[], dynamic_dims=dims)
+    fast = keyed(model, dynamic=True, splitting_ops=[], dynamic_dims=dims)
     for capture in (True, False):
         with pytest.raises(ShapeError, match="pad the input to the descriptor's size"):
             fast.at("FULL", 8, torch.randn(5, 6), capture=capture)
@@ -56,7 +56,7 @@ def test_a_size_that_differs_is_no_number_for_the_key(keyed: Make) -> None:
     def model(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return x.relu() * y.sum(0) + y.shape[0]
 
-    fast = keyed(model, splitting_ops=[], dynamic_dims={"x": 0})
+    fast = keyed(model, dynamic=True, splitting_ops=[], dynamic_dims={"x": 0})
     fast.at("FULL", 4, torch.randn(4, 6), torch.randn(3, 6), capture=True)
     with pytest.raises(ShapeError, match=r"input y .*pad the input"):
         fast.at("FULL", 4, torch.randn(4, 6), torch.randn(5, 6))
@@ -126,7 +126,8 @@ def test_a_graph_for_one_size_is_compared_where_the_dimension_is_declared(keyed:
 def test_declared_fields_are_read_from_the_key_without_capture_sizes(keyed: Make) -> None:
     key = BatchDescriptor(12, num_reqs=3, extra=(("seq_len", 4),))
     dims = {"x": {0: "num_reqs", 1: "seq_len"}}
-    fast = keyed(by_request, make=lambda size: (torch.randn(3, 4),), key=lambda size: key, dynamic_dims=dims)
+    given: dict[str, Any] = {"dynamic": True, "dynamic_dims": dims}
+    fast = keyed(by_request, make=lambda size: (torch.randn(3, 4),), key=lambda size: key, **given)
     for shape in ((4, 3), (3, 5)):
         with pytest.raises(ShapeError, match="'x'"):
             fast.at("FULL", key, torch.randn(*shape), capture=True)
@@ -136,7 +137,7 @@ def test_declared_fields_are_read_from_the_key_without_capture_sizes(keyed: Make
 
 def test_several_symbols_leave_open_what_the_key_counts(keyed: Make) -> None:
     """An image has a height and a width, and its key counts patches."""
-    fast = keyed(lambda x: x.relu() + 1, make=lambda size: (torch.randn(28, 42),))
+    fast = keyed(lambda x: x.relu() + 1, dynamic=True, make=lambda size: (torch.randn(28, 42),))
     fast.check("FULL", sizes=[2 * 3], capture=True)
     fast.check("FULL", sizes=[2 * 3])
     with pytest.raises((ShapeError, CaptureError)):

@@ -209,7 +209,6 @@ def test_what_does_not_leak_is_padded(name: str, dtype: torch.dtype) -> None:
 
 def test_an_entry_that_cancels_out_is_no_leak(compiled: Make) -> None:
     """A multiplication of 33 and of 64 rows rounds otherwise; of a mean of 0 only this rounding is left."""
-    torch.manual_seed(0)
     up, down = torch.randn(512, 768), torch.randn(768, 512)
 
     def model(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -264,7 +263,6 @@ OWN_TYPE = {
 @pytest.mark.parametrize("name", OWN_TYPE)
 def test_an_operator_without_float64_is_compared_in_its_own_type(compiled: Make, name: str) -> None:
     function, leaks = OWN_TYPE[name]
-    torch.manual_seed(0)
     fast = compiled(function, **DECLARED, padding={"x": 0.0})
     for size in (1015, 1015, 1017, 1015):
         x = torch.randn(size, 8) + 2
@@ -312,7 +310,6 @@ def counts(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_run_in_float64_writes_to_copies(compiled: Make) -> None:
-    torch.manual_seed(0)
     model, reference = (
         module(counts, total=torch.zeros(8), calls=torch.zeros((), dtype=torch.int64)) for _ in range(2)
     )

@@ -79,7 +79,7 @@ CUT_TWICE = ["captured", "eager", "captured", "eager", "captured"]
 
 def test_the_dump_has_one_file_a_graph(keyed: Make, tmp_path: Path) -> None:
     folder = tmp_path / "made" / "here"
-    fast = keyed(two_layers, dump_dir=str(folder))
+    fast = keyed(two_layers, dynamic=True, dump_dir=str(folder))
     fast(torch.randn(4, 6))
     fast(torch.randn(1, 6))
     assert sorted(path.name for path in folder.iterdir()) == ["g0.txt", "g1.txt"]
@@ -145,7 +145,7 @@ def test_an_input_that_nothing_reads_is_not_copied(keyed: Make) -> None:
 
 
 def test_a_layer_called_twice_compiles_each_region_once_a_graph(keyed: Make) -> None:
-    fast = keyed(two_layers)
+    fast = keyed(two_layers, dynamic=True)
     for size in (4, 5):
         fast(torch.randn(size, 6))
     assert fast.rt.stats().callables == 1
@@ -331,7 +331,7 @@ class Directed(Compiled):
     "compiler", ["aot_eager", *(pytest.param(name, marks=pytest.mark.soak) for name in ("eager", "inductor"))]
 )
 def test_a_branch_runs_between_graphs(model: nn.Module, mode: str | None, compiler: str, rt: GraphRuntime) -> None:
-    fast = Directed(rt, model.eval().requires_grad_(False), fullgraph=True, compiler=compiler)
+    fast = Directed(rt, model.eval().requires_grad_(False), dynamic=True, fullgraph=True, compiler=compiler)
     if mode == "FULL":
         with rt.capturing(), pytest.raises(CaptureError, match="as a whole") as refused:
             fast.call(mode, 1, is_first=False)

@@ -50,7 +50,7 @@ def test_a_replay_runs_only_the_python_of_eager_regions(
 
 
 def test_both_modes_of_a_pair_live_side_by_side(keyed: Make) -> None:
-    fast = keyed(block())
+    fast = keyed(block(), dynamic=True)
     fast.capture(sizes=(4, 2))
     for size, mode in ((2, "FULL"), (4, "PIECEWISE"), (2, "PIECEWISE"), (4, "FULL"), (2, "FULL")):
         fast.check(mode, sizes=[size])
@@ -126,7 +126,7 @@ def test_without_a_graph_it_is_the_compiler_alone_and_without_context_says_once_
 
 
 def test_sizes_seen_without_context_are_suggested(keyed: Make) -> None:
-    fast = keyed(block())
+    fast = keyed(block(), dynamic=True)
     fast.serve((3, 5, 5, 9))
     rt = fast.rt
     assert rt.stats().histograms == {"num_tokens": {3: 1, 5: 2, 9: 1}}

@@ -19,8 +19,8 @@ from tests.unit.compiled import BOTH, Compiled, agrees
 
 @pytest.fixture
 def keyed(rt: GraphRuntime) -> Make:
-    """Split at both ops."""
-    return functools.partial(Compiled, rt, splitting_ops=[ATTEND, "cgpasstest::scale"])
+    """Split at both ops, sizes as symbols."""
+    return functools.partial(Compiled, rt, dynamic=True, splitting_ops=[ATTEND, "cgpasstest::scale"])
 
 
 # -- two symbols

@@ -81,7 +81,7 @@ BREAKS = {
 @pytest.mark.parametrize("why", BREAKS)
 def test_each_side_of_a_graph_break_has_its_own_full(keyed: Make, capsys: pytest.CaptureFixture[str], why: str) -> None:
     model = BREAKS[why]
-    fast = keyed(model, make=lambda size: (torch.rand(size, 6),))
+    fast = keyed(model, dynamic=True, make=lambda size: (torch.rand(size, 6),))
     fast.capture("FULL", sizes=(8, 4))
     fast.check("FULL", sizes=(4, 8, 4))
     assert fast.tally("FULL") == {

@@ -8,7 +8,13 @@ from typing import Any
 
 from graphpass.regions.padding import Verdict
 
-_VERDICTS = {"+": Verdict.PROVED, "-": Verdict.UNPROVED, "~": Verdict.UNPROVED, "?": Verdict.RUNTIME}
+_VERDICTS = {
+    "+": Verdict.PROVED,
+    "-": Verdict.UNPROVED,
+    "~": Verdict.UNPROVED,
+    "!": Verdict.UNPROVED,
+    "?": Verdict.RUNTIME,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +24,16 @@ class Program:
     name: str  #: what it shows
     verdicts: dict[str, Verdict]  #: of each key field that it has
     cautious: frozenset[str]  #: the fields that are UNPROVED although no contents of the padding change anything
+    by_kernel: frozenset[str]  #: the fields that are UNPROVED and change results with some kernels only
     function: Callable[..., Any]  #: the names of its parameters say what its inputs are
     scales: tuple[float, ...]  #: magnitudes of the padding; large ones overflow where it takes an exponential
 
 
 def program(name: str, verdicts: str, function: Callable[..., Any], scales: tuple[float, ...] = (1.0, 1e4)) -> Program:
-    """Verdicts are words such as ``b+``: + proved, - unproved and seen to differ, ~ unproved by caution, ? run time."""
+    """Verdicts are words such as ``b+``.
+
+    + proved, - unproved and seen to differ, ~ unproved by caution, ! unproved and up to the CPU's kernel, ? run time.
+    """
     words = verdicts.split()
-    cautious = frozenset(word[0] for word in words if word[1] == "~")
-    return Program(name, {word[0]: _VERDICTS[word[1]] for word in words}, cautious, function, scales)
+    cautious, by_kernel = (frozenset(word[0] for word in words if word[1] == mark) for mark in "~!")
+    return Program(name, {word[0]: _VERDICTS[word[1]] for word in words}, cautious, by_kernel, function, scales)
