@@ -9,6 +9,7 @@ from torch import fx
 
 from graphpass.compat import symbolic
 from graphpass.compat.nnmodules import where_of
+from graphpass.compat.operators import adds_computed_sums_in_products
 from graphpass.ledger import Reason
 from graphpass.regions.assign import Region
 from graphpass.regions.execute import argument_storages, storages_of, value_of
@@ -34,6 +35,7 @@ def lost_fusions(parts: Partition, *, serves_full: bool) -> Iterator[tuple[str, 
     two dimensions (with three, a view lies between product and sum), no bias and no other user; the residual has the
     sum's shape and dtype (a row, as a bias, is not copied); and all users of the sum are pointwise, through views.
     Where one is not, as ``layer_norm``, a product or the splitting op itself, the whole graph has the ``addmm``, too.
+    From torch 2.15 on it also has it where the graph computes the residual, as in a decoder.
 
     **Two pointwise operators or reductions**, of which the second is the first reader of the first one's result, with
     the same shape or as a reduction. Nothing in between can depend on the result, so one kernel could do both. It must
@@ -104,6 +106,8 @@ class _Uses:
             copies = is_accelerator(value_of(node).device) and _shape(residual) == _shape(node)
             if not copies or not all(map(self._is_pointwise_use, self._users(node))):
                 return None
+            if adds_computed_sums_in_products() and self._is_computed(residual):
+                return None
             why = f"the result of {op} leaves its region, so that Inductor adds inside the matrix product and fuses "
             return cut, node, f"{why}nothing that reads it", "split where no such sum passes by"
         if not _could_be_one(node, reader):
@@ -130,14 +134,20 @@ class _Uses:
     def _is_pointwise_use(self, node: fx.Node) -> bool:
         if _is_view(node):
             return all(map(self._is_pointwise_use, self._users(node)))
+        if adds_computed_sums_in_products() and _added_to_product(node) is not None:
+            return False
         return _has_tag(node, "pointwise") or not names_of(node).isdisjoint(_BEGIN_POINTWISE)
 
     def _reads_only(self, node: fx.Node) -> bool:
         """Whether an op in an eager region reads one tensor that the graph computes, and otherwise inputs of it."""
-        region = self.region(node)
-        names = dict(zip(node.graph.find_nodes(op="placeholder"), region.inputs, strict=True))
-        tensors = [a for a in node.all_input_nodes if isinstance(value_of(a), torch.Tensor) and a.op != "get_attr"]
-        return sum(names.get(tensor) in self._made or tensor not in names for tensor in tensors) == 1
+        return sum(isinstance(value_of(a), torch.Tensor) and self._is_computed(a) for a in node.all_input_nodes) == 1
+
+    def _is_computed(self, node: fx.Node) -> bool:
+        """Whether the whole graph computes a value: it is none of its inputs and constants."""
+        if node.op != "placeholder":
+            return node.op != "get_attr"
+        names = zip(node.graph.find_nodes(op="placeholder"), self.region(node).inputs, strict=True)
+        return dict(names)[node] in self._made
 
 
 def is_accelerator(device: torch.device) -> bool:

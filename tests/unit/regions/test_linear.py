@@ -133,11 +133,14 @@ def steps(gm: fx.GraphModule) -> int:
         return on_line if frame.f_code.co_filename.startswith(PACKAGE) else None
 
     before = sys.gettrace()
+    gc.collect()
+    gc.disable()  # what it calls for earlier garbage would be counted
     sys.settrace(on_call)
     try:
         partition(gm, SPLIT)
     finally:
         sys.settrace(before)
+        gc.enable()
     return entered.total()
 
 
