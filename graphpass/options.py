@@ -26,11 +26,11 @@ DynamicDims = Mapping[str, Mapping[int, str]]
 class Settings:
     """The options of ``torch.compile(model, backend="cgpass", options=...)``."""
 
-    #: the mode of the callable or its name: a runtime mode, or a pair. By default ``FULL_AND_PIECEWISE``; if
-    #: ``splitting_ops`` are passed, calls without a forward context then use ``PIECEWISE`` alone.
+    #: the mode of the callable or its name: a runtime mode, or a pair. By default ``FULL_AND_PIECEWISE``. Of a pair,
+    #: calls without a forward context use only the second mode if ``splitting_ops`` are passed.
     mode: CUDAGraphMode | None = None
     #: operations, functions and module classes that run eagerly between captured regions; a ``FULL`` graph, which a
-    #: forward context or ``mode`` asks for, holds them
+    #: forward context or ``mode="FULL"`` asks for, holds them
     splitting_ops: tuple[str | Callable[..., Any], ...] = ()
     #: padded sizes to capture: a list, or {key field: list}. By default 1, 2, 3, 4, 6, 8, 12, 16, 24, ... up to the
     #: sizes seen.
@@ -144,9 +144,10 @@ class Settings:
         return frozenset({mode.decode_mode(), mode.mixed_mode()}) - {CUDAGraphMode.NONE}
 
     def undirected_modes(self) -> frozenset[CUDAGraphMode]:
-        """The runtime modes of calls without a forward context: a FULL graph would hold the splitting ops, too."""
-        if self.mode is None and self.splitting_ops:
-            return frozenset({CUDAGraphMode.PIECEWISE})
+        """The runtime modes of calls without a forward context: those of a pair hold no splitting ops."""
+        mode = CUDAGraphMode.FULL_AND_PIECEWISE if self.mode is None else self.mode
+        if self.splitting_ops and mode.separate_routine():  # guard: listed_ops_run_in_each_call
+            return frozenset({mode.mixed_mode()}) - {CUDAGraphMode.NONE}
         return self.runtime_modes()
 
 

@@ -105,10 +105,13 @@ def _level(parts: Partition, settings: Settings) -> tuple[CUDAGraphMode, Reason 
         return CUDAGraphMode.FULL, None
     if CUDAGraphMode.PIECEWISE in modes:
         return CUDAGraphMode.PIECEWISE, None
-    if not modes or not_whole is None:  # the user asked for no graphs
+    if not settings.runtime_modes():  # the user asked for no graphs
         return CUDAGraphMode.NONE, Reason(f"mode {settings.mode}", "", is_expected=True)
-    why = f"mode {settings.mode}, and the graph cannot be captured whole: {not_whole}"
     pieces = "set mode='FULL_AND_PIECEWISE': the regions around it get graphs"
+    if not_whole is None or not modes:
+        why = f"mode {settings.mode}, and a graph of the whole would hold the operations in splitting_ops"
+        return CUDAGraphMode.NONE, Reason(why, pieces.replace("it", "them"))
+    why = f"mode {settings.mode}, and the graph cannot be captured whole: {not_whole}"
     return CUDAGraphMode.NONE, Reason(why, f"{pieces}, or {not_whole.remedy}" if not_whole.remedy else pieces)
 
 

@@ -130,6 +130,29 @@ def call_kernel(op: torch._ops.OpOverload, dispatch_key: str, args: tuple[Any, .
     return op.redispatch(keys, *args, **kwargs)
 
 
+_opaque: Any = importlib.import_module("torch._library.opaque_object")
+_is_opaque: Callable[[type], bool] = getattr(_opaque, "is_custom_class", None) or _opaque.is_opaque_type
+_is_constant: Any = getattr(_opaque, "is_opaque_constant_type", None)
+
+CONSTANT_TYPE = "value" if _is_constant is None else "constant"
+"""The ``typ`` with which the type of objects that never change is registered."""
+
+
+def type_with_state(value: Any) -> str | None:
+    """The type of a custom object that operators take, unless it is declared immutable; None for any other value.
+
+    A graph follows the state of a ``torch.Generator``, and the ranks that of their process groups.
+    """
+    real = value.real_obj if type(value).__name__ == "FakeScriptObject" else value
+    kind, is_constant = type(real), _is_constant or _opaque.is_opaque_value_type
+    if isinstance(real, torch.Generator) or kind.__module__.startswith("torch.distributed"):
+        return None
+    if isinstance(real, torch.ScriptObject):
+        name = str(real._type().name())
+        return None if name == "ProcessGroup" else name
+    return kind.__qualname__ if _is_opaque(kind) and not is_constant(kind) else None
+
+
 def keep_in_order(name: str) -> None:
     """Declare to compilers that the op ``namespace::name`` has a side effect that its schema does not show.
 

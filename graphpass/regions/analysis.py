@@ -44,7 +44,8 @@ class SplitReason:
 
     #: Short and stable: "splitting op", "unsafe tag", "host read", "control flow", "data-dependent shape",
     #: "host scalar", "beyond an input", "beyond a region", "reshaped in place", "exchanged memory", "nested tensor",
-    #: "cpu tensor", "second device", "mode pair", "nothing to capture", or a kind from a user's rule.
+    #: "object with state", "cpu tensor", "second device", "mode pair", "nothing to capture", or a kind from a user's
+    #: rule.
     kind: str
     detail: str  #: one sentence that names the op or the node
     where: str = ""  #: the line of the user's code, as ``model.py:12: x.item()``; empty if unknown

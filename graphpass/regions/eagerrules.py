@@ -131,6 +131,18 @@ def nested_tensor(node: fx.Node) -> SplitReason | None:
     return None
 
 
+def object_with_state(node: fx.Node) -> SplitReason | None:
+    """A call on an object that is no tensor (``torch.ScriptObject``, an opaque type): a replay would not change it."""
+    for value in values_at(node):
+        kind = operators.type_with_state(value)
+        if kind is not None:
+            text = f"{display_name(node)} has an object of type {kind}, which may change"
+            constant = f"register the type with typ={operators.CONSTANT_TYPE!r} if its objects never change"
+            remedy = f"keep the state in a tensor, or {constant}"
+            return SplitReason("object with state", text, remedy=remedy)
+    return None
+
+
 def host_read(node: fx.Node) -> SplitReason | None:
     """Python or the CPU waits for a tensor's value: ``item``, ``tolist``, ``bool(t)``, a copy off the accelerator."""
     arguments = [value_of(argument) for argument in node.all_input_nodes]
@@ -245,6 +257,7 @@ DEFAULT_RULES: tuple[SplitRule, ...] = (
     beyond_input,  # guard: read_by_storage
     kept_memory,  # guard: exchanged_memory
     nested_tensor,
+    object_with_state,  # guard: objects_with_state
     foreign_device,
 )
 

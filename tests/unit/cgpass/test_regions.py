@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -171,7 +172,7 @@ def counting(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("compiled_by", ["graphed", "torch.compile"])
 @pytest.mark.parametrize(
-    ("mode", "is_frozen"), [(None, False), ("PIECEWISE", False), ("FULL_AND_PIECEWISE", True), ("FULL", True)]
+    ("mode", "is_frozen"), [(None, False), ("PIECEWISE", False), ("FULL_AND_PIECEWISE", False), ("FULL", True)]
 )
 def test_a_splitting_op_runs_in_each_call_unless_full_was_asked_for(
     rt: GraphRuntime, mode: str | None, is_frozen: bool, compiled_by: str
@@ -187,6 +188,24 @@ def test_a_splitting_op_runs_in_each_call_unless_full_was_asked_for(
     assert rt.stats().captured > 0
     assert all(right) is not is_frozen
     assert (STATE["calls"] == len(set(STATE["seen"])) == 10) is not is_frozen
+
+
+def test_a_pair_without_pieces_runs_listed_ops_without_a_graph_until_it_has_them(rt: GraphRuntime) -> None:
+    STATE.update(calls=0, seen=[])
+    options = {"splitting_ops": ["cgpasstest::stateful"], "dispatch": "auto", "dynamic": None}
+    fast, x, called = Compiled(rt, counting, mode="FULL_DECODE_ONLY", **options), torch.ones(4, 6), 0
+    for _ in range(4):
+        called += 1
+        agrees(fast(x), (x + 1) * called)
+    problem = fast.problem("FULL_DECODE_ONLY")
+    assert "splitting_ops" in problem.what
+    mode = re.search(r"mode='(\w+)'", problem.remedy)
+    assert mode is not None
+    fast = Compiled(rt, counting, mode=mode[1], **options)
+    for _ in range(4):
+        called += 1
+        agrees(fast(x), (x + 1) * called)
+    assert rt.stats().replayed > 0
 
 
 def test_a_context_still_gets_full_graphs_of_splitting_ops(keyed: Make) -> None:
