@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -34,7 +34,9 @@ from graphpass.saved import (
     digest,
     environment,
     file_name,
+    guarded,
     modules,
+    names_of,
     sources,
     text_of,
 )
@@ -46,9 +48,10 @@ _SEE_SAVED = "see docs/guides/starting.md for what can be saved"
 class _SavedCall:
     call: saving.TracedCall
     file: str  #: of its graph
-    expressions: tuple[str, ...]  #: what the trace read of the model and of global variables
+    guards: tuple[saving.ModelGuard, ...]  #: on the model and on global variables
+    names: tuple[str, ...]  #: in the code that was traced
     modules: tuple[str, ...]  #: the Python modules from which functions were traced
-    parts: Parts  #: the values of the expressions, and digests of the modules
+    parts: Parts  #: what the guards read, and digests of the modules
 
 
 class SavedCalls:
@@ -99,16 +102,18 @@ class SavedCalls:
         self._runtime.note("calls were loaded from warm_start: Dynamo traced nothing for them")
 
     def _install(self, function: Callable[..., Any], saved: _SavedCall) -> Reason | None:
-        values = saving.Expressions(saved.call, function)
-        read = assumed({expression: values.value(expression) for expression in saved.expressions})
-        now = {**sources(saved.modules), **read}  # guard: saved_values
-        found = difference(saved.parts, now)
+        read = _read(saved.call, function, saved.guards, saved.names, saved.modules)
+        found = difference(saved.parts, {**sources(saved.modules), **read})  # guard: saved_values
+        if found is not None:
+            return found
+        guards = saving.rebuilt(function, saved.call)
+        found = difference(guarded(saved.guards), guarded(guards.of_model))  # guard: saved_guards
         if found is not None:
             return found
         graph = self._graphs().load_file(saved.file, self._runtime, self._settings)
         if isinstance(graph, Reason):
             return graph
-        saving.install_call(function, saved.call, graph)
+        saving.install_call(function, saved.call, guards, graph)
         self._runtime.loaded_for(function.__code__, graph.name)
         return None
 
@@ -126,16 +131,17 @@ class SavedCalls:
         graphs.recording = []
         why: Reason | None = None
         try:
-            call, values, names = saving.record_call(
+            call, traced, places = saving.record_call(
                 function, args, kwargs, self._backend, self._options, self._dynamic, self._owners
             )
             (file,) = graphs.recording
             if isinstance(file, Reason):
                 why = file
             else:
-                parts = {**sources(names), **assumed(values)}
+                guards, names = tuple(saving.rebuilt(function, call).of_model), names_of(traced)
+                parts = {**sources(places), **_read(call, function, guards, names, places)}
                 others = [other for other in self._saved.get(tuple(form), ()) if other.file != file]
-                others.append(_SavedCall(call, file, tuple(values), tuple(names), parts))
+                others.append(_SavedCall(call, file, guards, names, tuple(sorted(places)), parts))
                 self._saved[tuple(form)] = others
                 written = self._store.write(self._name(form), self._parts(), CALL, pickle.dumps(others))
                 why = written if isinstance(written, Reason) else None
@@ -208,3 +214,16 @@ class SavedCalls:
 
     def _note(self, what: str, why: Reason) -> None:
         self._runtime.ledger.note(replace(why, why=f"{what}: {why.why}"), is_problem=why is not NOT_SAVED)
+
+
+def _read(
+    call: saving.TracedCall,
+    function: Callable[..., Any],
+    guards: Sequence[saving.ModelGuard],
+    names: Sequence[str],
+    modules: Iterable[str],
+) -> Parts:
+    """What the guards of a call read of the model that a function calls, and what its trace read without a guard."""
+    at = saving.Expressions(call, function)
+    values = {guard.expression: at.value(guard.expression) for guard in guards}
+    return assumed(guards, values, names, sorted(modules))

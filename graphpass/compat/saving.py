@@ -15,6 +15,7 @@ import itertools
 import marshal
 import os
 import pickle
+import re
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +32,8 @@ from graphpass.compat.operators import torch_attribute
 
 _META = frozenset({"example_value", "val", "stack_trace", "custom", "unbacked_bindings"})
 _NONCE = (f"graphpass-{os.getpid()}-{number}" for number in itertools.count())
+_ADDRESS = re.compile(r"(?<=, )\d+(?=\), type=|\)$)|\b0x[0-9a-f]+")
+"""In the code of a guard: what an identity is compared with, and the address of an object."""
 _CAN_SAVE = "_functorch.config.bundled_autograd_cache"
 
 
@@ -167,8 +170,18 @@ class TracedCall:
     guards: bytes  #: the guards on arguments and ambient state
     #: for each leaf of each argument the marks of its dynamic dimensions: its guard compares them, torch saves none
     marks: Mapping[str, list[dict[str, Any]]]
-    #: the guards on the model and on global variables, without what they compare with: see :func:`install_call`
+    #: the guards on the model and on global variables, without what they compare with: see :func:`rebuilt`
     of_model: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ModelGuard:
+    """A guard on the model or on a global variable, as Dynamo made it or as it is made again."""
+
+    kinds: tuple[str, ...]  #: of the guard, and of those that it consists of
+    expression: str  #: what it reads
+    arguments: tuple[Any, ...]  #: such as the name of an attribute
+    code: tuple[str, ...]  #: what it checks, as text without addresses
 
 
 def record_call(
@@ -179,7 +192,7 @@ def record_call(
     options: Mapping[str, Any],
     dynamic: bool | None,
     owners: Sequence[str],
-) -> tuple[TracedCall, dict[str, Any], set[str]]:
+) -> tuple[TracedCall, list[types.CodeType], set[str]]:
     """Trace a call for a backend whose graph raises :class:`Recorded`.
 
     Args:
@@ -192,13 +205,12 @@ def record_call(
         owners: the variables of enclosing functions that hold the model.
 
     Returns:
-        The traced call; {expression: value} of what it assumes of the model and of global variables; and the names
-        of the Python modules from which functions were traced.
+        The traced call, the code that was traced, and the names of the Python modules that it is from.
 
     Raises:
         CannotSaveError: the call has a graph break, or a guard cannot be saved.
     """
-    package, assumed, of_model = _package_of(function), dict[str, Any](), list[Any]()
+    package, of_model = _package_of(function), list[Any]()
 
     def keep(entries: Sequence[Any]) -> list[bool]:
         of_model.clear()
@@ -209,7 +221,6 @@ def record_call(
             kept.append(not is_own)
             if is_own:
                 of_model.append(entry.orig_guard)
-                assumed[name] = entry.value if entry.has_value else None
         return kept
 
     wrapper = torch._TorchCompileWrapper(backend, None, dict(options), dynamic)
@@ -224,7 +235,7 @@ def record_call(
     for code in package.traced:
         require_lasting(code)  # guard: saved_lasting
     call = _traced_call(function, inspect.signature(function).bind(*args, **kwargs).arguments, package, of_model)
-    return call, assumed, {source.module for source in package._source_info.inlined_sources}
+    return call, package.traced, {source.module for source in package._source_info.inlined_sources}
 
 
 def _package_of(function: Callable[..., Any]) -> Any:
@@ -303,14 +314,17 @@ def _plain(guard: Any) -> Any:
     if isinstance(create, functools.partial):
         keywords = {name: without(value) for name, value in create.keywords.items()}
         create = functools.partial(create.func, *map(without, create.args), **keywords)
-    return dataclasses.replace(
-        guard, create_fn=create, obj_weakref=None, guarded_class_weakref=None, stack=None, user_stack=None
-    )
+    of_process = ("guard_types", "code_list", "obj_weakref", "guarded_class_weakref", "stack", "user_stack")
+    return dataclasses.replace(guard, create_fn=create, **dict.fromkeys(of_process))
 
 
 def _marks_of(value: Any) -> dict[str, Any]:
     named = vars(value) if isinstance(value, torch.Tensor) else {}
     return {name: mark for name, mark in named.items() if name.startswith(("_dynamo_", "_has_dynamo_"))}
+
+
+ABSENT = type("Absent", (), {})()
+"""The value of an expression that has none."""
 
 
 class Expressions:
@@ -325,11 +339,11 @@ class Expressions:
         self._scope["G"] = function.__globals__
 
     def value(self, expression: str) -> Any:
-        """The value of an expression; None if it has none here."""
+        """The value of an expression, or :data:`ABSENT`."""
         try:
             return eval(expression, self._scope)
         except Exception:
-            return None
+            return ABSENT
 
 
 def bind_modules(call: TracedCall, function: Callable[..., Any]) -> None:
@@ -344,12 +358,16 @@ def bind_modules(call: TracedCall, function: Callable[..., Any]) -> None:
         scope[name] = get_builtins_dict(scope)
 
 
-def install_call(function: Callable[..., Any], call: TracedCall, graph: Callable[..., Any]) -> None:
-    """Let a function run a traced call, as if Dynamo had just traced it; other calls are traced as ever.
+@dataclass(frozen=True, slots=True)
+class Rebuilt:
+    """The guards of a call over the model and the global variables that are there now."""
 
-    The guards on the model and on global variables compare with what these are now.
-    """
-    from torch._C._dynamo.eval_frame import _load_precompile_entry
+    manager: Any  #: torch's tree of guards
+    of_model: list[ModelGuard]
+
+
+def rebuilt(function: Callable[..., Any], call: TracedCall) -> Rebuilt:
+    """Make the guards of a call anew. Those on the model and on global variables compare with what these are now."""
     from torch._dynamo.guards import CheckFunctionManager
     from torch._dynamo.output_graph import OutputGraphCommon
     from torch._dynamo.package import load_guards_state
@@ -361,13 +379,35 @@ def install_call(function: Callable[..., Any], call: TracedCall, graph: Callable
         for leaf, named in zip(tree_leaves(local.get(name)), marks, strict=False):
             for mark, value in named.items():
                 setattr(leaf, mark, value)
-    saved = state.output_graph._guards.inner
-    guards = torch._guards.GuardsSet(type(saved)([*saved, *pickle.loads(call.of_model)]))  # guard: saved_live_guards
+    saved, live = state.output_graph._guards.inner, pickle.loads(call.of_model)
+    guards = torch._guards.GuardsSet(type(saved)([*saved, *live]))  # guard: saved_live_guards
     output = dataclasses.replace(state.output_graph, local_scope=local, global_scope=scope, _guards=guards)
-    scope[call.graph] = torch._dynamo.disable(graph)
     parts = {"shape_code_parts": state.shape_code_parts, "runtime_global_scope": scope}
     manager = CheckFunctionManager(function.__code__, OutputGraphCommon(output), **parts).guard_manager
-    _load_precompile_entry(function.__code__, manager, marshal.loads(call.code))
+    return Rebuilt(manager, list(map(_model_guard, live)))
+
+
+def _model_guard(guard: Any) -> ModelGuard:
+    create = guard.create_fn
+    given = (*create.args, *create.keywords.values()) if isinstance(create, functools.partial) else ()
+    plain = tuple(_name_of_source(value) for value in given if not isinstance(value, weakref.ref))
+    kinds = tuple(dict.fromkeys((guard.create_fn_name(), *(guard.guard_types or ()))))
+    code = tuple(_ADDRESS.sub("", part) for part in guard.code_list or ())
+    return ModelGuard(kinds, _name_of(guard), plain, code)
+
+
+def _name_of_source(value: Any) -> Any:
+    return (
+        str(value.name() if callable(value.name) else value.name) if isinstance(value, torch._guards.Source) else value
+    )
+
+
+def install_call(function: Callable[..., Any], call: TracedCall, guards: Rebuilt, graph: Callable[..., Any]) -> None:
+    """Let a function run a traced call, as if Dynamo had just traced it; other calls are traced as ever."""
+    from torch._C._dynamo.eval_frame import _load_precompile_entry
+
+    function.__globals__[call.graph] = torch._dynamo.disable(graph)
+    _load_precompile_entry(function.__code__, guards.manager, marshal.loads(call.code))
 
 
 _OF_TORCH = frozenset({"aten", "prim", "prims", "quantized", "inductor", "higher_order", "c10d", "_c10d_functional"})

@@ -4,7 +4,6 @@ from graphpass.saved.directory import CALL, GRAPH, NOT_SAVED, RESULT, SavedFile,
 from graphpass.saved.fingerprint import (
     Parts,
     UnstableError,
-    assumed,
     contents_of,
     difference,
     digest,
@@ -14,6 +13,7 @@ from graphpass.saved.fingerprint import (
     sources,
     text_of,
 )
+from graphpass.saved.reads import assumed, guarded, names_of
 
 __all__ = [
     "CALL",
@@ -31,8 +31,10 @@ __all__ = [
     "digest",
     "environment",
     "file_name",
+    "guarded",
     "implementations",
     "modules",
+    "names_of",
     "sources",
     "text_of",
 ]

@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import platform
+import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -30,7 +31,8 @@ Parts: TypeAlias = dict[str, str]
 """{what it is: its text}."""
 
 _NUMBERS_AND_TEXT = (type(None), type(Ellipsis), type(NotImplemented), bool, int, float, complex, str, bytes)
-_PLAIN = (*_NUMBERS_AND_TEXT, torch.dtype, torch.device, torch.layout, torch.memory_format, Path)
+PLAIN = (*_NUMBERS_AND_TEXT, torch.dtype, torch.device, torch.layout, torch.memory_format, Path)
+_WITH_SUBCLASSES = (int, float, complex, str, bytes)
 _CONTAINERS = (tuple, list, dict, set, frozenset)
 _MOST_BYTES = 1 << 30
 _WORDS_AT_ONCE = 1 << 21
@@ -38,7 +40,8 @@ _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _SPLITMIX = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1))
 """(bits to shift, factor) of each step."""
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, type)
-_WITHOUT_METHODS = (*_PLAIN, *_CONTAINERS, *_FUNCTIONS, torch.Tensor, torch.nn.Module)
+_LASTING = (*PLAIN, tuple, frozenset, enum.Enum, *_FUNCTIONS)
+WITHOUT_METHODS = (*PLAIN, *_CONTAINERS, *_FUNCTIONS, torch.Tensor, torch.nn.Module)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
 
 
@@ -77,24 +80,9 @@ def text_of(value: Any) -> str:
     Raises:
         UnstableError: it holds an object that is itself and nothing else, such as a tensor.
     """
-    if isinstance(value, _PLAIN):
-        return f"{type(value).__name__} {value!r}"
-    if isinstance(value, sympy.Basic):
-        return str(sympy.srepr(value))
-    if isinstance(value, enum.Enum):
-        return f"{_named(type(value))}.{value.name}"
-    if isinstance(value, (set, frozenset)):
-        return f"{type(value).__name__} {sorted(map(text_of, value))}"
-    if isinstance(value, Mapping):
-        return f"{_named(type(value))} {[(text_of(key), text_of(item)) for key, item in value.items()]}"
-    if isinstance(value, (tuple, list)):
-        return f"{_named(type(value))} {list(map(text_of, value))}"
-    if isinstance(value, slice):
-        return f"slice {text_of((value.start, value.stop, value.step))}"
-    if isinstance(value, functools.partial):
-        return f"partial {text_of((value.func, value.args, value.keywords))}"
-    if isinstance(value, (operators.OpOverload, operators.OpOverloadPacket)):
-        return f"{value} {getattr(value, '_schema', '')}"
+    for kinds, text in _TEXTS:
+        if isinstance(value, kinds):
+            return text(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return f"{_named(type(value))} {[text_of(getattr(value, f.name)) for f in dataclasses.fields(value)]}"
     if callable(value) and (isinstance(value, type) or hasattr(value, "__name__")):
@@ -102,8 +90,48 @@ def text_of(value: Any) -> str:
     raise UnstableError(f"{type(value).__name__} objects are compared by identity")
 
 
+def _plain_text(value: Any) -> str:
+    base = next((base for base in _WITH_SUBCLASSES if isinstance(value, base) and type(value) is not base), None)
+    if base is None or isinstance(value, bool):
+        return f"{type(value).__name__} {value!r}"
+    return f"{_named(type(value))} {base.__repr__(value)}{_state(value)}"  # of a subclass, which may have another text
+
+
+def _state(value: Any) -> str:
+    """What a value of a subclass has besides its items."""
+    held = {**getattr(value, "__dict__", {}), "default_factory": getattr(value, "default_factory", None)}
+    found = {name: item for name, item in held.items() if item is not None}
+    return f" {text_of(found)}" if found and type(value).__module__ != "builtins" else ""
+
+
 def _named(kind: Any) -> str:
     return f"{getattr(kind, '__module__', '')}.{getattr(kind, '__qualname__', getattr(kind, '__name__', '?'))}"
+
+
+def _listed(items: Iterable[Any], container: Any) -> str:
+    return f"{_named(type(container))} {list(items)}{_state(container)}"
+
+
+def _text_of_code(code: types.CodeType) -> str:
+    return f"code of {code.co_qualname} #{hashlib.sha256(_code_text(code).encode()).hexdigest()[:16]}"
+
+
+_TEXTS: tuple[tuple[Any, Callable[[Any], str]], ...] = (
+    (enum.Enum, lambda member: f"{_named(type(member))}.{member.name} = {brief(member.value)}"),
+    (PLAIN, _plain_text),
+    (sympy.Basic, lambda expression: str(sympy.srepr(expression))),
+    ((set, frozenset), lambda held: _listed(sorted(map(text_of, held)), held)),
+    (Mapping, lambda held: _listed(((text_of(key), text_of(item)) for key, item in held.items()), held)),
+    ((tuple, list), lambda held: _listed(map(text_of, held), held)),
+    ((slice, range), lambda cut: f"{type(cut).__name__} {text_of((cut.start, cut.stop, cut.step))}"),
+    ((torch.finfo, torch.iinfo), lambda limits: f"{type(limits).__name__} {limits.dtype}"),
+    (types.ModuleType, lambda module: f"module {module.__name__}"),
+    (types.CodeType, _text_of_code),
+    (re.Pattern, lambda pattern: f"pattern {text_of((pattern.pattern, pattern.flags))}"),
+    (functools.partial, lambda call: f"partial {text_of((call.func, call.args, call.keywords))}"),
+    ((operators.OpOverload, operators.OpOverloadPacket), lambda op: f"{op} {getattr(op, '_schema', '')}"),
+)
+"""(kinds of values, their text)"""
 
 
 def contents_of(values: Iterable[Any]) -> str | None:
@@ -161,12 +189,14 @@ def code_of(function: Any) -> str:
         return "none"
     inner = getattr(function, "__func__", function)
     code = getattr(inner, "__code__", None)
+    owner = getattr(function, "__self__", None)
+    bound = "" if owner is None or inspect.ismodule(owner) else f" of {brief(owner)}"
     if code is None:
-        return _named(function)
+        return _named(function) + bound
     held = [[brief(value) for value in _contents(cell) if value is not inner] for cell in inner.__closure__ or ()]
     defaults = [*map(brief, inner.__defaults__ or ()), brief(inner.__kwdefaults__)]
     shown = hashlib.sha256(f"{_code_text(code)} {held} {defaults}".encode()).hexdigest()
-    return f"{_named(inner)} #{shown[:16]}"
+    return f"{_named(inner)} #{shown[:16]}{bound}"
 
 
 def _contents(cell: types.CellType) -> list[Any]:
@@ -187,15 +217,13 @@ def _constant_text(value: Any) -> str:
 
 
 def brief(value: Any) -> str:
-    """A value as far as a trace reads it at once: scalars, code, layouts of tensors, keys of containers, classes."""
+    """A value as far as a trace reads it at once: scalars, code, layouts of tensors, items or keys, classes."""
     if isinstance(value, torch.Tensor):
         place = (tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad)
         return f"{type(value).__name__} {place}" if value.layout is torch.strided else f"{value.layout} {value.dtype}"
-    if isinstance(value, types.ModuleType):
-        return f"module {value.__name__}"
     if isinstance(value, _CONTAINERS):
-        scalars = [repr(item) for item in value if isinstance(item, _PLAIN)]  # of a dict, its keys
-        ordered = sorted(scalars) if isinstance(value, (set, frozenset)) else scalars
+        items = items_of(value)
+        ordered = sorted(items) if isinstance(value, (set, frozenset)) else items
         return f"{_named(type(value))} of {len(value)} {ordered}"
     try:
         if isinstance(value, Mapping):  # such as the environment, whose values may be secrets
@@ -203,6 +231,11 @@ def brief(value: Any) -> str:
         return text_of(value)
     except (UnstableError, RecursionError):
         return f"a {_named(type(value))}"
+
+
+def items_of(container: Iterable[Any]) -> list[str]:
+    """The items of a container, of a mapping its keys, in their order; of those that can change, the classes."""
+    return [brief(item) if isinstance(item, _LASTING) else _named(type(item)) for item in container]
 
 
 # -- parts ----------------------------------------------------------------------------------------------------------
@@ -279,9 +312,9 @@ def reached(functions: Iterable[Any]) -> str:
             todo += [item for _, value in held for item in _code_in(value)]
             continue
         texts.append(code_of(function))
-        names = _names_in(code)
+        names = names_in(code)
         held += [(n, function.__globals__[n]) for n in names if n in function.__globals__]
-        held += [(n, vars(value)[n]) for _, value in held if _is_own_module(value) for n in names if n in vars(value)]
+        held += [(n, vars(value)[n]) for _, value in held if is_own_module(value) for n in names if n in vars(value)]
         for name, value in held:
             inner = getattr(value, "fn", value)  # of a Triton kernel, its function
             todo += [item for item in _code_in(inner) if _is_own(item)]
@@ -289,18 +322,35 @@ def reached(functions: Iterable[Any]) -> str:
     return hashlib.sha256("\n".join(sorted(texts)).encode()).hexdigest()[:16]
 
 
-def _names_in(code: types.CodeType) -> dict[str, None]:
-    nested = [name for inner in code.co_consts if isinstance(inner, types.CodeType) for name in _names_in(inner)]
-    return dict.fromkeys((*code.co_names, *nested))
+def names_in(code: types.CodeType) -> dict[str, None]:
+    """The names in code, and the texts, which may be names."""
+    found, todo = dict.fromkeys(code.co_names), list(code.co_consts)
+    for value in todo:  # which grows
+        if isinstance(value, types.CodeType):
+            found |= names_in(value)
+        elif isinstance(value, (tuple, frozenset)):
+            todo += value
+        elif isinstance(value, str) and value.isidentifier():
+            found[value] = None
+    return found
 
 
 def _is_own(value: Any) -> bool:
     """Whether code or a module is neither torch's nor of the standard library."""
-    name = getattr(value, "__module__", None) or getattr(value, "__name__", "")
-    return str(name).partition(".")[0] not in sys.stdlib_module_names | {"torch", "triton", "numpy", "sympy"}
+    return not is_of_torch(value) and _package(value) not in sys.stdlib_module_names
 
 
-def _is_own_module(value: Any) -> bool:
+def is_of_torch(value: Any) -> bool:
+    """Whether code or a module is torch's or of what torch builds on."""
+    return _package(value) in ("torch", "triton", "numpy", "sympy")
+
+
+def _package(value: Any) -> str:
+    return str(getattr(value, "__module__", None) or getattr(value, "__name__", "")).partition(".")[0]
+
+
+def is_own_module(value: Any) -> bool:
+    """Whether a value is a Python module of neither torch nor the standard library."""
     return isinstance(value, types.ModuleType) and _is_own(value)
 
 
@@ -317,15 +367,17 @@ def _code_in(value: Any) -> list[Any]:
     return [inner] if isinstance(inner, types.FunctionType) else []
 
 
-def _class_digests() -> Callable[[type], str]:
-    """A function that digests all methods of a class, patched ones included; it reads each class once."""
+def class_digests() -> Callable[[type], str]:
+    """A function that digests a class: all methods, patched ones included, and attributes. It reads each class once."""
 
     @functools.cache
     def texts_of(base: type) -> list[str]:
         # Dynamo patches two of its base class, when it first traces.
         by_dynamo = {"__init__", "__setstate__"} if base is torch.nn.Module else set()
         own = [(name, held) for name, held in vars(base).items() if name not in by_dynamo]
-        return [f"{name} {code_of(function)}" for name, held in own for function in _code_in(held)]
+        code = [f"{name} {code_of(function)}" for name, held in own for function in _code_in(held)]
+        values = own if _is_own(base) else ()
+        return code + [f"{name} {brief(held)}" for name, held in values if not _code_in(held)]  # guard: saved_classes
 
     @functools.cache
     def digest_of(kind: type) -> str:
@@ -351,13 +403,13 @@ def modules(model: Any) -> Parts:
     if not isinstance(model, torch.nn.Module):
         return {"the function": _function(model)}
     parts = {"hooks of all modules": _hooks(torch.nn.modules.module, "_global")}  # guard: saved_global_hooks
-    digest_of = _class_digests()
+    digest_of = class_digests()
     for path, module in model.named_modules():
         own = vars(module)
         scalars = {
             name: brief(value)
             for name, value in own.items()
-            if isinstance(value, (*_PLAIN, enum.Enum, types.FunctionType, types.MethodType))
+            if isinstance(value, (*PLAIN, enum.Enum, types.FunctionType, types.MethodType))
         }
         named = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
         tensors = [(name, brief(tensor)) for name, tensor in named]
@@ -374,27 +426,12 @@ def _function(model: Any) -> str:
     try:
         return text_of(model)
     except UnstableError:
-        return f"{brief(model)} {_class_digests()(type(model))}"
+        return f"{brief(model)} {class_digests()(type(model))}"
 
 
 def _hooks(owner: Any, prefix: str) -> str:
     found = {name: getattr(owner, prefix + name, None) for name in _HOOKS}
     return str({name: list(map(brief, hooks.values())) for name, hooks in found.items() if hooks})
-
-
-def assumed(values: Mapping[str, Any]) -> Parts:
-    """What a trace assumes of the model and of global variables: {expression: value}."""
-    digest_of = _class_digests()
-    return {f"the value of {expression}": _read(value, digest_of) for expression, value in values.items()}
-
-
-def _read(value: Any, digest_of: Callable[[type], str]) -> str:
-    """A value that a trace read; of an object, the code of its class too."""
-    if isinstance(value, (set, frozenset)):  # a trace may iterate it, in the order of this process
-        return f"{brief(value)}, iterated as {[repr(item) for item in value if isinstance(item, _PLAIN)]}"
-    text = brief(value)
-    # guard: saved_methods
-    return text if isinstance(value, _WITHOUT_METHODS) else f"{text} {digest_of(type(value))}"
 
 
 def sources(names: Iterable[str]) -> Parts:

@@ -129,7 +129,11 @@ FAULTS = [
     Fault("a transposed weight", "tensors differs", set_data),
     Fault("a wider buffer", "tensors differs", attribute("shift", torch.ones(1, of.INPUTS))),
     Fault("a weight that needs gradients", "tensors differs", lambda m, _: m.layers[0].norm.weight.requires_grad_()),
-    Fault("tied weights", None, lambda m, _: setattr(m.layers[1].linear, "bias", m.layers[0].linear.bias)),
+    Fault(
+        "tied weights",
+        "that L['graphed_model']",
+        lambda m, _: setattr(m.layers[1].linear, "bias", m.layers[0].linear.bias),
+    ),
     # configuration and Python state of the model
     Fault("another epsilon", "attributes differs", lambda m, _: setattr(m.layers[0].norm, "eps", 0.5)),
     Fault("another scale", "attributes differs", attribute("scale", 3.0)),
