@@ -90,6 +90,24 @@ def operator_name(target: Any) -> str | None:
     return op._qualified_op_name if isinstance(op, OpOverloadPacket) else None
 
 
+def is_of_torch(name: str) -> bool:
+    """Whether the operator with this qualified name is torch's own, apart from its collectives."""
+    return name.partition("::")[0] in _OF_TORCH
+
+
+_OF_TORCH = (
+    "aten",
+    "prims",
+    "prim",
+    "higher_order",
+    "inductor",
+    "quantized",
+    "quantized_decomposed",
+    "mkldnn",
+    "onednn",
+)
+
+
 def is_mutable(op: torch._ops.OpOverload) -> bool:
     """Whether an op's schema declares a write to an argument."""
     return op._schema.is_mutable

@@ -349,8 +349,8 @@ def _mixes(parts: Partition, what: str, findings: Sequence[PaddingFinding], unpa
         "with padding behind them",
         found="; ".join(lines[:_SHOWN]) + more,
         remedy=f"{pass_them}use attention that knows the requests (attn_implementation='graphpass_paged', or your own "
-        f"op in splitting_ops of the AttentionMetadataBuilder); for another op that keeps {what} apart register a "
-        "padding rule (graphpass.regions.register_padding_rule); or take the op out of the model",
+        f"op in splitting_ops of the AttentionMetadataBuilder); for another op of yours that keeps {what} apart "
+        "register a padding rule (graphpass.regions.register_padding_rule); or take the op out of the model",
     )
 
 

@@ -293,6 +293,33 @@ def scan(call: OpCall) -> Returned:
     return call.each(lambda _: result.with_pads(pads))
 
 
+def recurrent_layer(call: OpCall) -> Returned:
+    """One direction of a layer over [steps, rows, features]: each row by itself, and each step after earlier ones.
+
+    Behind padded steps only the first result is followed: the others are the states after the last step.
+    """
+    value, states = call.tensor("input"), [call.tensor("hx_"), call.tensor("cx_")]
+    call.unpadded(value, [2], "sums products over")
+    call.unpadded_weights("weight0", "weight1", "weight2", "weight3")
+    steps, rows = value.factors[:2]
+    for state in states:
+        rows = call.unify(rows, state.factors[1])
+    if call.argument("batch_first") or call.argument("batch_sizes"):
+        raise call.refuse("its steps are not the first dimension")
+    padded = call.places(value, [0])
+    if padded and (call.argument("reverse") or not call.sizes.starts_clean(steps)):  # guard: proof_recurrent_order
+        raise call.refuse_place(value, padded[0], "runs backwards over")
+    reasons = [PaddingReason("its state is that after padded steps", size=steps[at]) for _, at in padded]
+    result = call.carried(PaddedValue((steps, rows, *call.fresh(call.shapes[0]).factors[2:])), value, *states)
+
+    def after(shape: TensorShape) -> PaddedValue:
+        fresh = call.fresh(shape)
+        factors = ((), rows, *fresh.factors[2:]) if fresh.rank == 3 else fresh.factors  # no workspace
+        return call.reached(replace(fresh, factors=factors), *reasons)
+
+    return (result, *call.sides(after))
+
+
 def without_dims(value: PaddedValue, dims: Sequence[int], *, keepdim: bool) -> PaddedValue:
     """``value`` without ``dims``, or with size 1 in them if ``keepdim``."""
     remaining = [dim for dim in range(value.rank) if keepdim or dim not in dims]

@@ -25,6 +25,7 @@ from graphpass.regions.padding.calls import (
 from graphpass.regions.padding.pointwise import cast, entry_by_entry
 from graphpass.regions.padding.sizes import as_size, product
 from graphpass.regions.padding.values import (
+    ALL_FINITE,
     COUNT_FROM_START,
     Factors,
     PaddedValue,
@@ -33,8 +34,14 @@ from graphpass.regions.padding.values import (
     Size,
     Verdict,
     is_number,
+    is_zero,
 )
 
+BAGS = ("_embedding_bag", "_embedding_bag_forward_only")
+ROW_FOR_EACH_BAG = (
+    "pass ids of two dimensions, a row for each bag that is filled up with padding_idx, and declare what the padding"
+    " holds (padding={'ids': 0} for padding_idx=0)"
+)
 FROM_START = "index_from_start"
 """``where(i < 0, i + n, i)``, as ``patterns`` writes it."""
 
@@ -139,6 +146,33 @@ def index_select(call: OpCall) -> PaddedValue:
     pads = {place: pad for place, pad in value.padding if place[0] != dim} if call.name == "index_select" else {}
     result = PaddedValue((*value.factors[:dim], *index.factors, *value.factors[dim + 1 :])).with_pads(pads)
     return _along(call, value, index, dim, result)
+
+
+def embedding_bag(call: OpCall) -> Returned:
+    """Sums of the rows of a table that each bag names; ids in padding must not count.
+
+    ``program`` records a bag for each row of two-dimensional ids without offsets. Offsets must not be padded: each bag
+    ends where the next one begins, so they would have to say where the real ids end.
+    """
+    call.unpadded_weights("weight")
+    ids, offsets, weights = call.tensor("indices"), call.argument("offsets"), call.argument("per_sample_weights")
+    rows = call.fresh(call.shapes[0]).factors[0]
+    if isinstance(offsets, PaddedValue):
+        call.unpadded(offsets, [0], "ends bags by", ROW_FOR_EACH_BAG)  # guard: proof_padded_offsets
+        if call.argument("include_last_offset") and call.places(ids):
+            raise call.refuse_place(ids, call.places(ids)[0], "ends bags inside", ROW_FOR_EACH_BAG)
+    else:
+        rows = ids.factors[0]
+    if isinstance(weights, PaddedValue):
+        call.unify_into(ids.factors, weights)
+    for place in call.places(ids, [ids.rank - 1]):
+        skips = type(ids.pad_at(place)) is int and ids.pad_at(place) == call.argument("padding_idx")
+        if not skips and not (isinstance(weights, PaddedValue) and is_zero(weights.pad_at(place))):
+            raise call.refuse_place(ids, place, "fills bags with", ROW_FOR_EACH_BAG)  # guard: proof_ids_in_bags
+        call.assumptions.update([] if skips else [ALL_FINITE])
+    reason = PaddingReason("the outputs for its backward are not followed")
+    result = PaddedValue((rows, *call.fresh(call.shapes[0]).factors[1:]))
+    return (result, *call.sides(lambda shape: call.reached(call.fresh(shape), reason)))
 
 
 def gather(call: OpCall) -> PaddedValue:
@@ -425,7 +459,7 @@ def _exists(pad: object, of_dim: Factors) -> bool:
 
 def index_operands(call: OpCall) -> Iterator[tuple[PaddedValue, Factors]]:
     """Each index tensor of an operator, with the factors of the dimension that it indexes."""
-    if call.name == "embedding":
+    if call.name == "embedding" or call.name in BAGS:
         yield call.tensor("indices"), call.tensor("weight").factors[0]
     elif call.name in _BY_POSITION:
         value = call.tensor("self")

@@ -9,8 +9,9 @@ from typing import Any
 import sympy
 import torch
 
-from graphpass.compat import symbolic
+from graphpass.compat import operators, symbolic
 from graphpass.regions.padding.calls import (
+    CHECK_IF_DECLARED,
     REGISTER_RULE,
     OpCall,
     PaddingReason,
@@ -248,8 +249,9 @@ class _Run:
         if not touched and (rule is None or (tensors and all(value.constant is None for value in tensors))):
             return self._fresh(call, wanted)
         if rule is None:
+            remedy = CHECK_IF_DECLARED if operators.is_of_torch(node.op) else REGISTER_RULE
             # guard: proof_operators_without_a_rule
-            return self._fresh(call, wanted, PaddingReason("it has no padding rule", remedy=REGISTER_RULE))
+            return self._fresh(call, wanted, PaddingReason("it has no padding rule", remedy=remedy))
         try:
             returned = applied(rule, call)
         except Unknown as unknown:

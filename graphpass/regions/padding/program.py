@@ -6,26 +6,29 @@ rule are recorded as the operators they consist of, and a few that a compiler de
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
 import torch
+from sympy.core.function import Application
 from torch import fx
 
 from graphpass.compat import operators, symbolic
 from graphpass.compat.nnmodules import where_of
-from graphpass.regions.padding.indexing import FROM_START, checks_numbers
-from graphpass.regions.padding.sizes import as_size
+from graphpass.regions.padding.indexing import BAGS, FROM_START, checks_numbers
+from graphpass.regions.padding.sizes import as_size, product, quotient
 from graphpass.regions.padding.table import rule_for
 from graphpass.regions.padding.values import ResultShape, Size, TensorShape
 
 GETITEM = "getitem"
 NUMBER = "number"
 CONSTANT = "constant"
+_PERMUTE, _VIEW = torch.ops.aten.permute.default, torch.ops.aten.view.default
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,7 @@ class _Reader:
         self._inputs: tuple[Any, ...] = ()
         # Sizes of the padded run satisfy the guards, too. Two symbols stay two: calls where they differ are possible.
         env = symbolic.shape_env_of(node.meta["val"] for node in graph_module.graph.nodes if "val" in node.meta)
+        self._bounds = functools.cache(functools.partial(symbolic.bounds_of, env))
         facts = map(_by_length, symbolic.facts_of(env))
         self._equal = {large: small for large, small in facts if isinstance(large, sympy.Expr) and large.args}
         self._taped: dict[int, Any] = {}  # id of a fake tensor of the decomposition being recorded -> its Ref
@@ -133,6 +137,13 @@ class _Reader:
         shape = self._nodes[at].result if at >= 0 else self._inputs[value.index]
         return shape if isinstance(shape, TensorShape) else None
 
+    def number(self, value: Any) -> Any:
+        """A number, or the size that an earlier value is."""
+        if not isinstance(value, Ref):
+            return value
+        at = value.index - len(self._inputs)
+        return self._nodes[at].result if at >= 0 else self._inputs[value.index]
+
     def _decomposed(self, node: fx.Node) -> Any | None:
         """The result of an operator without a padding rule, recorded as the operators that it consists of.
 
@@ -168,7 +179,7 @@ class _Reader:
             return tuple(self._plain(part) for part in argument)
         if isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return self._size(argument)
-        if argument is None or isinstance(argument, (bool, int, float, complex, str, torch.dtype)):
+        if argument is None or isinstance(argument, (Ref, bool, int, float, complex, str, torch.dtype)):
             return argument
         return str(argument)
 
@@ -183,8 +194,8 @@ class _Reader:
             return AtenNode(CONSTANT, (sign,), self._shape_of(value), where)
         if target is operator.getitem:
             return AtenNode(GETITEM, (("of", self._plain(node.args[0])), ("at", node.args[1])), result, where)
-        if target is torch.ops.aten.as_strided.default and _only_ones_change(node):
-            return self._of_operator(torch.ops.aten.view.default, node.args[:2], {}, result, where)
+        if target is torch.ops.aten.as_strided.default and (restrided := self._restrided(node, where)) is not None:
+            return restrided
         if isinstance(target, operators.OpOverload):
             return self._of_operator(target, node.args, node.kwargs, result, where)
         if operators.is_higher_order(target):
@@ -192,10 +203,46 @@ class _Reader:
         is_number = isinstance(result, (int, sympy.Expr, sympy.Basic, float))
         return AtenNode(NUMBER if is_number else str(target), self._positional(node), result, where)
 
+    def _restrided(self, node: fx.Node, where: str) -> AtenNode | None:
+        """An ``as_strided`` as a view, if its entries are those of the whole tensor in the order of memory."""
+        source: Any = node.args[0]
+        tensor, result = source.meta.get("val"), node.meta.get("val")
+        if tensor is None or self._size(tensor.storage_offset()) != self._size(result.storage_offset()):
+            return None
+        value, before, after = self._plain(source), self._strided(tensor), self._strided(result)
+
+        def moved(op: Any, value: Ref, argument: Sequence[Any], sizes: Iterable[Size]) -> Ref:
+            shape = TensorShape(tuple(sizes), tensor.dtype)
+            return self._added(self._of_operator(op, (value, argument), {}, shape, where))
+
+        if list(before.values()) != list(after.values()):
+            of_tensor, of_result = _memory_order(before), _memory_order(after)
+            whole, parts = ([size for size, _ in layout.values()] for layout in (of_tensor, of_result))
+            if len(whole) != len(before) or len(parts) != len(after) or quotient(_count(whole), _count(parts)) != 1:
+                return None
+            ones = [dim for dim in range(tensor.dim()) if dim not in before]
+            value = moved(_PERMUTE, value, [*of_tensor, *ones], [*whole, *(1 for _ in ones)])
+            value = moved(_VIEW, value, parts, parts)
+            value = moved(_PERMUTE, value, [[*of_result].index(dim) for dim in after], (s for s, _ in after.values()))
+        return self._of_operator(_VIEW, (value, node.args[1]), {}, self._shape_of(result), where)
+
+    def _strided(self, tensor: torch.Tensor) -> dict[int, tuple[Size, Size]]:
+        """{dimension: (size, stride)} of the dimensions of other sizes than 1."""
+        layout = zip(map(self._size, tensor.shape), map(self._size, tensor.stride()), strict=True)
+        return {dim: of_dim for dim, of_dim in enumerate(layout) if of_dim[0] != 1}
+
     def _size(self, value: Any) -> Size:
         """A symbolic number as a size, with each size that the guards know in two forms in its shorter one."""
         size = as_size(symbolic.expression_of(value))
-        return as_size(size.xreplace(self._equal)) if isinstance(size, sympy.Basic) and self._equal else size
+        size = as_size(size.xreplace(self._equal)) if isinstance(size, sympy.Basic) and self._equal else size
+        return self._signed(size) if isinstance(size, sympy.Basic) and size.atoms(Application) else size
+
+    def _signed(self, size: sympy.Basic) -> Size:
+        """``size`` as it is where the symbols that the guards bound by 1 or more are positive."""
+        bounds = ((symbol, self._bounds(symbol)[0]) for symbol in size.free_symbols)
+        positive = {symbol: sympy.Dummy(positive=True, integer=True) for symbol, least in bounds if least and least > 0}
+        known = size.xreplace(positive).replace(_is_quotient, _whole)
+        return as_size(known.xreplace({dummy: symbol for symbol, dummy in positive.items()}))
 
     def _shape_of(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -255,23 +302,28 @@ class _Reader:
         return replace(self._of_operator(op, (), kwargs, result, where), bases=tuple(bases))
 
 
-def _only_ones_change(node: fx.Node) -> bool:
-    """Whether an ``as_strided`` moves no entry: it only adds, drops or restrides dimensions of size 1."""
-    tensors: list[Any] = [one.meta.get("val") for one in (node.args[0], node) if isinstance(one, fx.Node)]
-    if any(tensor is None for tensor in tensors):
-        return False
-    before, after = (
-        (
-            symbolic.expression_of(tensor.storage_offset()),
-            [
-                (symbolic.expression_of(size), symbolic.expression_of(stride))
-                for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-                if symbolic.expression_of(size) != 1
-            ],
-        )
-        for tensor in tensors
-    )
-    return before == after
+def _memory_order(layout: Mapping[int, tuple[Size, Size]]) -> dict[int, tuple[Size, Size]]:
+    """The dimensions from the outermost in memory to the innermost; not all, if entries lie apart or are shared."""
+    left, order, stride = dict(layout), list[int](), as_size(1)
+    while dim := [dim for dim, (_, of_dim) in left.items() if quotient(of_dim, stride) == 1][:1]:
+        order += dim
+        stride = product((stride, left.pop(dim[0])[0]))
+    return {dim: layout[dim] for dim in reversed(order)}
+
+
+def _count(sizes: Sequence[Size]) -> Size:
+    return product(tuple(sizes))
+
+
+def _is_quotient(size: Any) -> bool:
+    return type(size).__name__ == "FloorDiv"
+
+
+def _whole(floored: Any) -> Any:
+    """``(a * b) // b`` is ``a``, and so is ``(a * b + b - 1) // b``, the number of steps of b below a * b."""
+    total, divisor = floored.args
+    found = [(quotient(as_size(total + rest), as_size(divisor)), rest) for rest in (0, 1) if divisor.is_positive]
+    return next((steps - rest for steps, rest in found if steps is not None), floored)
 
 
 def _written_by(schema: Any) -> tuple[str, ...]:
@@ -294,7 +346,7 @@ def _by_length(fact: sympy.Basic) -> tuple[Any, Any]:
 
 def _recognised(node: AtenNode, earlier: _Reader) -> tuple[AtenNode, ...]:
     """The nodes to record for ``node``, which follows ``earlier`` ones: itself, or the operator that it completes."""
-    patterns = (_softmax, _cut_padding, _from_start, _comparison)
+    patterns = (_softmax, _cut_padding, _from_start, _comparison, _bags_of_rows)
     return next(filter(None, (pattern(node, earlier) for pattern in patterns)), (node,))
 
 
@@ -369,6 +421,24 @@ def _comparison(node: AtenNode, earlier: _Reader) -> tuple[AtenNode, ...]:
     )
     compared = (("self", difference["self"]), ("other", earlier.next))
     return raised, replace(node, op=node.op.replace("Scalar", "Tensor"), arguments=compared)
+
+
+def _bags_of_rows(node: AtenNode, earlier: _Reader) -> tuple[AtenNode, ...]:
+    """Offsets 0, L, 2 * L, ... into ids of [bags, L] make each row a bag: the ids are those rows, without offsets."""
+    if node.op.removeprefix("aten::") not in BAGS:
+        return ()
+    arguments = dict(node.arguments)
+    counted = earlier.arguments_of(arguments["offsets"], "aten::arange.start_step")
+    flat = [arguments[name] for name in ("indices", "per_sample_weights")]
+    rows = [earlier.arguments_of(value, "aten::view").get("self") for value in flat if value is not None]
+    shapes = [earlier.shape_at(value) for value in rows]
+    if not counted or arguments["include_last_offset"] or None in shapes or counted["start"] != 0:
+        return ()
+    step, end = earlier.number(counted["step"]), earlier.number(counted["end"])
+    if any(len(s.sizes) != 2 or s.sizes[1] != step or product(s.sizes) != end for s in shapes if s is not None):
+        return ()
+    given = dict(zip(("indices", "per_sample_weights"), rows, strict=False))
+    return (replace(node, arguments=tuple({**arguments, **given, "offsets": None}.items())),)
 
 
 _COMPARISONS = frozenset(f"aten::{name}.Scalar" for name in ("eq", "ne", "lt", "le", "gt", "ge"))

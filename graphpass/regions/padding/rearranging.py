@@ -301,6 +301,22 @@ def replaced_part(call: OpCall) -> PaddedValue:
     return PaddedValue(tuple(factors)).with_pads(common)
 
 
+def replaced_diagonal(call: OpCall) -> PaddedValue:
+    """``diagonal_scatter``: the diagonal of two unpadded dimensions is replaced, along the others entry by entry."""
+    value, source = call.tensor("self"), call.tensor("src")
+    dims = [call.dim(call.argument(name), value.rank) for name in ("dim1", "dim2")]
+    call.no_padded_numbers()
+    call.unpadded(value, dims, "replaces a diagonal of")  # guard: proof_replaced_diagonal
+    call.unpadded(source, [source.rank - 1], "replaces a diagonal by")
+    rest = [dim for dim in range(value.rank) if dim not in dims]
+    factors = list(value.factors)
+    for at, dim in enumerate(rest):
+        factors[dim] = call.unify(factors[dim], source.factors[at])
+    places = call.places(PaddedValue(tuple(factors)))
+    pads = {(dim, at): either(value.pad_at((dim, at)), source.pad_at((rest.index(dim), at))) for dim, at in places}
+    return PaddedValue(tuple(factors)).with_pads(pads)
+
+
 def _check_replaced(call: OpCall, value: PaddedValue, source: PaddedValue, dim: int) -> None:
     """Refuse a replaced slice that ends at another entry than in the run at the real sizes."""
     start, end, step = (

@@ -123,6 +123,7 @@ _MIXES: list[tuple[PaddingRule, str]] = [
     (mixes(combining.last(0)), "view_as_real"),
     (combining.softmax, "_softmax _log_softmax _safe_softmax softmax log_softmax"),
     (combining.scan, "cumsum cumprod logcumsumexp cummax cummin"),
+    (combining.recurrent_layer, "mkldnn_rnn_layer"),
     (
         combining.attention,
         "scaled_dot_product_attention _scaled_dot_product_attention_math _scaled_dot_product_flash_attention"
@@ -163,6 +164,7 @@ _CONTRACTS: list[tuple[PaddingRule, str]] = [
 _INDEXES: list[tuple[PaddingRule, str]] = [
     (indexing.index, "index _unsafe_index"),
     (indexing.index_select, "index_select embedding"),
+    (indexing.embedding_bag, " ".join(indexing.BAGS)),
     (indexing.gather, "gather take_along_dim"),
     (indexing.take, "take"),
     (indexing.bucketize, "bucketize isin"),
@@ -195,6 +197,7 @@ _CUTS_AND_JOINS: list[tuple[PaddingRule, str]] = [
     (rearranging.cat, "cat stack | cat"),
     (rearranging.constant_pad, "constant_pad_nd"),
     (rearranging.replaced_part, "slice_scatter select_scatter"),
+    (rearranging.replaced_diagonal, "diagonal_scatter"),
 ]
 
 BUILT_IN: dict[str, PaddingRule] = {

@@ -15,6 +15,17 @@ def squares(x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(x, y, reduction="none")
 
 
+def lstm(f: Tensor, state: Tensor | None = None, *, reverse: bool = False) -> tuple[Tensor, ...]:
+    """One direction of a layer over [rows, steps, features], as Dynamo calls it on a CPU."""
+    steps = f.transpose(0, 1).contiguous()
+    first = torch.zeros(1, steps.shape[1], 8) if state is None else state
+    weights = [torch.linspace(-1, 1, 32 * 8).sin().reshape(32, 8)] * 2 + [torch.linspace(-1, 1, 32)] * 2
+    found: tuple[Tensor, ...] = torch.ops.aten.mkldnn_rnn_layer(
+        steps, *weights, first, first, reverse, [], 2, 8, 1, True, False, False, False
+    )
+    return found
+
+
 ROWS = [
     P("pointwise", "b+ s+", lambda x, y: (x + y).relu() * 2 - x.sigmoid()),
     P("broadcast over both", "b+ s+", lambda x, p: x * p + 1),
@@ -58,6 +69,25 @@ ROWS = [
     P("split features", "b+ s+", lambda x: x.split([3, 5], -1)),
     P("unbound features", "b+ s+", lambda x: x.unbind(-1)[3]),
     P("flipped features", "b+ s+", lambda x: x.flip(-1)),
+    P("a replaced diagonal", "b+", lambda im: im.diagonal_scatter(im[..., 0], 0, 2, 3)),
+    P("a replaced diagonal of all pairs", "s~", lambda u, r: (u @ u.t()).diagonal_scatter(r)),
+    P(
+        "a whole in another order",
+        "b+ s+",
+        lambda x: (x * 2).as_strided((x.shape[0], 8, x.shape[1]), (x.stride(0), 1, 8)) + 1,
+    ),
+    P("a whole in other dimensions", "b+", lambda im: (im * 2).as_strided((im.shape[0], 144), (144, 1)).relu()),
+    P(
+        "a permuted whole in other dimensions",
+        "b+",
+        lambda im: (
+            (im.permute(0, 2, 3, 1).contiguous() * 2)
+            .permute(0, 3, 1, 2)
+            .as_strided((im.shape[0], 4, 36), (144, 1, 4))
+            .relu()
+        ),
+    ),
+    P("a part of a whole", "b~ s~", lambda x: (x * 2).as_strided((x.shape[0], x.shape[1]), (x.stride(0), 8))),
     P("rolled features", "b+ s+", lambda x: x.roll(2, -1)),
     P("gated", "b+ s+", lambda x, w: F.silu(x @ w) * x),
     P("clamped", "b+ s+", lambda x: x.clamp(-1, 1)),
@@ -71,6 +101,32 @@ ROWS = [
     P("embedding", "b+ s+", lambda ids, table: F.embedding(ids, table)),
     P("table lookup by index", "b+ s+", lambda ids, table: table[ids]),
     P("index select of a table", "b+", lambda at, table: table.index_select(0, at)),
+    P("bags of rows", "b+ s-", lambda ids, table: F.embedding_bag(ids, table, mode="sum")),
+    P(
+        "bags that skip their padding",
+        "b+ s+",
+        lambda ids0, table: F.embedding_bag(ids0, table, mode="mean", padding_idx=0),
+    ),
+    P("bags that count their padding", "b+ s-", lambda ids0, table: F.embedding_bag(ids0, table, mode="max")),
+    P(
+        "bags weighted by a mask",
+        "b+ s+",
+        lambda ids, table, fm: F.embedding_bag(ids, table, mode="sum", per_sample_weights=fm),
+    ),
+    P(
+        "bags with offsets",
+        "b- s-",
+        lambda row, table, at: F.embedding_bag(row, table, at * 0, mode="sum"),
+    ),
+    P(
+        "bags whose end is listed",
+        "s-",
+        lambda row, table: F.embedding_bag(row, table, torch.tensor([0, 2]), mode="sum", include_last_offset=True),
+    ),
+    P("a layer of an LSTM", "b+ s+", lambda f: lstm(f)[0]),
+    P("a layer of an LSTM, backwards", "b+ s-", lambda f: lstm(f, reverse=True)[0]),
+    P("the last state of an LSTM", "b+ s-", lambda f: lstm(f)[1]),
+    P("an LSTM from a state", "b+ s+", lambda f, v: lstm(f, v.float()[None])[0]),
     P("one-hot", "b~ s~", lambda ids: F.one_hot(ids, 11)),
     P("equality with a range", "b+ s+", lambda ids: ids[..., None] == torch.arange(11)),
     P("gather along features", "b+ s+", lambda x, ids: x.gather(-1, (ids % 8)[..., None])),

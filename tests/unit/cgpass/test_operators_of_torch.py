@@ -1,0 +1,126 @@
+"""Operators of torch that work row by row are padded; for others the report names what a user can do about them."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo import config as dynamo_config
+
+from graphpass.compat import operators
+from graphpass.errors import OptionError
+from graphpass.regions import register_padding_rule
+from tests.unit.cgpass.attended import Make
+from tests.unit.models import module
+
+TABLE = torch.randn(50, 6)
+
+
+def in_memory_order(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    return torch.as_strided(y, (y.shape[0], y.shape[2], y.shape[1]), (y.stride(0), 1, y.stride(1))).relu()
+
+
+PADDED: dict[str, tuple[Callable[..., Any], Callable[..., tuple[torch.Tensor, ...]], dict[str, Any]]] = {
+    "bags of rows": (lambda ids: F.embedding_bag(ids, TABLE), lambda n: (torch.randint(50, (n, 4)),), {}),
+    "bags that skip padding": (
+        lambda ids: F.embedding_bag(ids, TABLE, padding_idx=0),
+        lambda n: (torch.randint(1, 50, (n, 2 * n)),),
+        {"padding": {"ids": 0}},
+    ),
+    "a whole in memory order": (in_memory_order, lambda n: (torch.randn(n, 6, 4),), {}),
+    "a replaced diagonal": (
+        lambda x, d: torch.diagonal_scatter(x, d, 0, 1, 2),
+        lambda n: (torch.randn(n, 4, 4), torch.randn(n, 4)),
+        {},
+    ),
+    "an LSTM": (
+        module(lambda self, x: self.rnn(x)[0], rnn=nn.LSTM(6, 6, batch_first=True)).eval(),
+        lambda n: (torch.randn(n, 3 * n, 6),),
+        {"compiler": "aot_eager"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_operators_of_torch_that_work_row_by_row_are_padded(compiled: Make, name: str) -> None:
+    model, make, options = PADDED[name]
+    with dynamo_config.patch(allow_rnn=True) if name == "an LSTM" else dynamo_config.patch():
+        fast = compiled(model, dynamic=True, **options)
+        assert fast.serve([make(n) for n in (5, 6, 7, 5, 8)], passes=2) == 5
+    first = next(iter(inspect.signature(model).parameters)) if inspect.isfunction(model) else "x"
+    assert fast.padded_sizes[f"{first}[0]"]
+    assert fast.is_padded
+
+
+class Ragged(nn.Module):
+    """A recommender: a bag of ids for each row, as flat ids and offsets, or as rows that end in padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = nn.EmbeddingBag(50, 6, mode="sum", padding_idx=0)
+        self.score = nn.Linear(6, 1)
+
+    def forward(self, ids: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor:
+        return self.score(self.bags(ids, offsets)).sigmoid()  # type: ignore[no-any-return]
+
+
+def test_a_ragged_recommender_replays_after_its_remedy(compiled: Make) -> None:
+    drawn, model = random.Random(0), Ragged().eval()
+    bags = [[torch.randint(1, 50, (drawn.randint(1, 9),)) for _ in range(drawn.randint(3, 20))] for _ in range(60)]
+    flat = [(torch.cat(ids), torch.tensor([0, *map(len, ids[:-1])]).cumsum(0)) for ids in bags]
+    fast = compiled(model, dynamic=True)
+    assert fast.serve(flat) < 5
+    remedies = {found.remedy for found in fast.problems if found.kind == "not padded"}
+    (remedy,) = remedies
+    assert "pass ids of two dimensions, a row for each bag that is filled up with padding_idx" in remedy
+    declared = re.search(r"padding=(\{.*?\}) for padding_idx=0", remedy)
+    assert declared is not None
+    rows = [(nn.utils.rnn.pad_sequence(ids, batch_first=True),) for ids in bags]
+    for as_rows, as_bags in zip(rows, flat, strict=True):
+        torch.testing.assert_close(model(*as_rows), model(*as_bags))
+    fast = compiled(model, dynamic=True, padding=ast.literal_eval(declared[1]))
+    assert fast.serve(rows) > 40
+    assert fast.problems == ()
+
+
+def distances(x: torch.Tensor) -> torch.Tensor:
+    """Between the points of each row: row by row, and without a padding rule."""
+    return torch.cdist(x, x) * 2
+
+
+def test_the_remedy_for_an_operator_of_torch_is_followed(compiled: Make) -> None:
+    calls = [(torch.randn(n, 3, 6),) for n in (5, 6, 7)]
+    fast = compiled(distances, dynamic=True)
+    fast.serve(calls, passes=2)
+    found = fast.problem(
+        "x[0] is not padded, each of its sizes is captured: aten._cdist_forward (it has no padding rule)"
+    )
+    assert "register_padding_rule" not in found.remedy
+    dims = re.search(r"dynamic_dims=(\{.*?\})", found.remedy)
+    check = re.search(r"padding_check=('\w+')", found.remedy)
+    assert dims is not None
+    assert check is not None
+    assert found.remedy.endswith("it is then padded, and checked")
+    options = {"dynamic_dims": ast.literal_eval(dims[1]), "padding_check": ast.literal_eval(check[1])}
+    fast = compiled(distances, dynamic=True, **options)
+    assert fast.serve(calls, passes=3) == len(calls)
+    assert fast.is_padded
+    assert not any(found.what.startswith("x[0] is not padded") for found in fast.problems)
+
+
+def test_what_cannot_be_registered_is_of_torch() -> None:
+    """The remedy names register_padding_rule for operators that it takes."""
+    for name in ("higher_order::flex_attention", "higher_order::scan"):
+        assert operators.is_of_torch(name)
+        with pytest.raises(OptionError, match="no operator is named"):
+            register_padding_rule(name, lambda call: call.fresh())
+    assert not operators.is_of_torch("mylib::attention")
