@@ -43,7 +43,7 @@ class Served(Compiled):
         **options: Any,
     ) -> None:
         splits = ["aten::relu"] if mode == "PIECEWISE" else []
-        given = {"dispatch": "auto", "mode": mode, "splitting_ops": splits, **options}
+        given = {"dispatch": "auto", "dynamic": True, "mode": mode, "splitting_ops": splits, **options}
         super().__init__(rt, model or rowwise(), **given)
         if not is_fresh:  # Dynamo's own compilation is not what is tested
             self.call(3, 1)

@@ -47,7 +47,7 @@ class Served(Compiled):
         **options: Any,
     ) -> None:
         splits = ["aten::relu"] if mode == "PIECEWISE" else []
-        options = {"dispatch": "auto", "splitting_ops": splits, **options}
+        options = {"dispatch": "auto", "dynamic": True, "splitting_ops": splits, **options}
         super().__init__(rt, model or rowwise(), mode=mode, **options)
         self.call(3, 2)
 
