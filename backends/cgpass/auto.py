@@ -29,6 +29,7 @@ from cgpass.nograph import (
     FASTER_WITHOUT,
     FIRST_CALLS,
     NUMBER_IN_KEY,
+    ON_THE_CPU,
     OTHER_INPUTS,
     FailedCaptures,
     refused,
@@ -183,8 +184,10 @@ class AutoDispatcher:
         rules: AutoRules,
         settings: Settings,
         wrappers: Sequence[CUDAGraphWrapper],
+        device: torch.device,
     ) -> None:
         self.rules = rules
+        self._device = device  # of the arguments
         self.is_strict = settings.padding_check == "strict"  #: whether a call without a graph is an error
         self._settings, self._is_silent = settings, settings.on_fallback == "silent"
         self._wrappers = wrappers  # of the graphs of each key
@@ -208,13 +211,9 @@ class AutoDispatcher:
 
     def decide(self, args: Sequence[Any], scope: CaptureScope | None) -> AutoCall | Reason:
         """How a call runs over a graph, or why it runs without one now."""
-        off = self.rules.off
-        if off is not None:
-            return off if off.is_expected else self._unless_error(off)
-        lease, scopes = self._runtime.lease, self._runtime.scopes
-        is_busy = scopes.is_any_open() if scope is None else scope.is_automatic
-        if is_busy or lease.turn.is_mine() or memory.is_capturing_stream(lease.device):
-            return BUSY
+        reason = self._never_or_not_now(scope)
+        if reason is not None:
+            return reason
         for position in self.rules.dynamic:
             if not args[position].numel():
                 return EMPTY
@@ -238,6 +237,25 @@ class AutoDispatcher:
             return call
         numbers = keys.numbers(call.key)
         return replace(NUMBER_IN_KEY, sizes=numbers) if numbers else FIRST_CALLS
+
+    def _never_or_not_now(self, scope: CaptureScope | None) -> Reason | None:
+        """Why no call, or none for the moment, runs over a graph; None if calls do."""
+        off = self.rules.off
+        if off is not None:
+            return off if off.is_expected else self._unless_error(off)
+        if self._is_beside_a_gpu():
+            return ON_THE_CPU
+        lease, scopes = self._runtime.lease, self._runtime.scopes
+        is_busy = scopes.is_any_open() if scope is None else scope.is_automatic
+        # guard: another_capture
+        if is_busy or lease.turn.is_mine() or memory.is_capturing_stream(self._device):
+            return BUSY
+        return None
+
+    def _is_beside_a_gpu(self) -> bool:
+        """Whether the arguments are on the CPU, but the graphs of the runtime on a GPU."""
+        device = self._runtime.lease.device
+        return self._device.type == "cpu" and device is not None and device.type != "cpu"
 
     def without_graph(self, reason: Reason) -> None:
         """Count a call that runs without a graph under ``reason``, and report the reason the first time."""
@@ -395,8 +413,10 @@ class AutoDispatcher:
 
         With ``warm_start``, also the keys that traffic used in an earlier process.
         """
+        if self.rules.off is not None or self._is_beside_a_gpu():
+            return []
         used = () if self.used is None else self.used.keys
-        return [] if self.rules.off is not None else self.rules.keys.ladder_keys(self._read(args), used)
+        return self.rules.keys.ladder_keys(self._read(args), used)
 
     def example_of(self, key: RecurringKey, args: Sequence[Any]) -> tuple[AutoCall, list[Any]]:
         """A call of exactly ``key``, which serves nobody and is not counted, and its arguments."""

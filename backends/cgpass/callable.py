@@ -18,6 +18,7 @@ from cgpass.paddingcheck import PaddedCall, check_padding
 from cgpass.plans import ReplayPlans, wrapped_regions
 from cgpass.sizes import NamedSizes
 from graphpass.capture.outputs import clone_pool_tensors, own_objects
+from graphpass.capture.pool import device_of
 from graphpass.capture.replay import ReplayPlan, refuse_transforms
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.scope import CaptureScope, EnteredCallable, ReachedCall
@@ -106,7 +107,8 @@ class GraphedCallable:
         self._knows_replays = is_full and not (settings.policy.debug or settings.policy.compare)
         inner = [callee for callee in self._callees.values() if isinstance(callee, CUDAGraphWrapper)]
         wrappers = (self._full,) if is_full else tuple(inner)
-        self._auto = None if rules is None else AutoDispatcher(name, runtime, rules, settings, wrappers)
+        device = device_of([given.value for given in partition.inputs])
+        self._auto = None if rules is None else AutoDispatcher(name, runtime, rules, settings, wrappers, device)
         places = graph.sizes.places() if rules is None else ()
         self._seen = tuple((runtime.ledger.sizes[field], position, dim) for field, position, dim in places)
 

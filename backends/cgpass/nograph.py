@@ -16,6 +16,7 @@ _log = logging.getLogger("graphpass")
 
 FIRST_CALLS = Reason(OF_A_NEW_KEY, "", is_expected=True)
 EMPTY = Reason("an input has no elements", "", is_expected=True)
+ON_THE_CPU = Reason("its tensors are on the CPU, and the graphs of the runtime on a GPU", "", is_expected=True)
 OTHER_INPUTS = Reason("the graph of this size is for other static inputs", "", is_expected=True)
 FASTER_WITHOUT = Reason("a run without a graph is faster than the graphs that hold the size", "", is_expected=True)
 CHECKED = Reason("the check found that padding changes results", "", is_expected=True)

@@ -65,7 +65,13 @@ class CudaDevice:
             self._pool = torch.cuda.graph_pool_handle()
             PROCESS_MEMORY.add_pool(tuple(self._pool))
         self._recording = RecordingStream(self.device)
-        self._recording.take_workspaces(self._pool)
+        try:
+            self._recording.take_workspaces(self._pool)
+        except BaseException:
+            self._retire_pool()
+            self._drop_stream()
+            self._take_out_of_capture(())
+            raise
 
     def warm_up(self, body: Callable[[], Any]) -> Callable[[], float | None]:
         """Run ``body`` once on the device, and drop its results; returns a function for its seconds, like ``timed``."""
@@ -86,20 +92,9 @@ class CudaDevice:
         self.open()
         self.reset_dropped()
         graph = torch.cuda.CUDAGraph(keep_graph=self._keeps_recordings)
-        for generator in generators:
-            graph.register_generator_state(generator)  # guard: cuda_generator_registered
-        with self._on_recording_stream(generators):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                outputs = body()
-            except BaseException:
-                self._abandon(graph)
-                raise
-            try:
-                _end(graph)
-            except BaseException:
-                self._retire_pool(graph)
-                raise
+        capture = Capture(graph, self.device, self._pool, generators)
+        with self._on_recording_stream(capture), capture:
+            outputs = body()
         if self._keeps_recordings:
             graph.instantiate()
             self.recordings.append(graph)
@@ -163,6 +158,7 @@ class CudaDevice:
         current = memory.current_stream_of(self.device)
         if current == self._last_current:
             return
+        memory.refuse_inside_capture(self.device, "a forward")  # guard: no_forward_inside_another
         stream = torch.cuda.current_stream(self.device)
         if self._last_stream is not None:
             stream.wait_stream(self._last_stream)  # guard: cuda_stream_order
@@ -194,7 +190,7 @@ class CudaDevice:
         return {tuple(pool) for pool in (self._pool, *self._retired_pools) if pool is not None}
 
     @contextlib.contextmanager
-    def _on_recording_stream(self, generators: Sequence[torch.Generator]) -> Iterator[None]:
+    def _on_recording_stream(self, capture: Capture) -> Iterator[None]:
         assert self._recording is not None
         caller, stream = torch.cuda.current_stream(self.device), self._recording.stream
         stream.wait_stream(caller)
@@ -203,9 +199,10 @@ class CudaDevice:
                 yield
         except BaseException:
             caller.wait_stream(stream)
-            if self._pool is None:  # retired
+            if capture.is_invalid:
+                self._retire_pool()
                 self._drop_stream()
-                self._take_out_of_capture(generators)  # guard: cuda_random_after_failure
+                self._take_out_of_capture(capture.generators)  # guard: cuda_random_after_failure
             raise
         caller.wait_stream(stream)
 
@@ -214,19 +211,8 @@ class CudaDevice:
             self._recording.close()
             self._recording = None
 
-    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture whose body raised: the stream leaves capture mode, and the recording is discarded."""
-        try:
-            _end(graph)
-        except RuntimeError:
-            self._retire_pool(graph)
-        else:
-            graph.reset()
-
-    def _retire_pool(self, graph: torch.cuda.CUDAGraph) -> None:
+    def _retire_pool(self) -> None:
         """Retire the pool of an invalidated capture: no capture can use it again; the next one creates a new pool."""
-        memory.forget_failed_capture(self.device, self._pool)
-        graph.reset()
         self._retired_pools.append(self._pool)
         self._pool = None
 
@@ -237,22 +223,49 @@ class CudaDevice:
         """
         number = torch.zeros(1, device=self.device)
         graph = torch.cuda.CUDAGraph()
-        for generator in generators:
-            graph.register_generator_state(generator)
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            graph.capture_begin(capture_error_mode="thread_local")
+        with torch.cuda.stream(stream), Capture(graph, self.device, torch.cuda.graph_pool_handle(), generators):
             number.add_(1)
-            graph.capture_end()
         graph.reset()
 
 
-def _end(graph: torch.cuda.CUDAGraph) -> None:
-    """End a capture, without torch's warning about a graph without kernels: a region may just return its inputs."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-        graph.capture_end()
+class Capture:
+    """The body of the ``with`` as a graph; where it fails, the graph is reset, and no generator and no stream captures.
+
+    ``is_invalid`` afterwards says that the capture did not begin or was invalidated: the pool cannot be used again.
+    """
+
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any, generators: Sequence[torch.Generator]
+    ) -> None:
+        self._graph, self._device, self._pool, self.generators = graph, device, pool, generators
+        self.is_invalid = False
+
+    def __enter__(self) -> None:
+        try:
+            memory.register_generators(self._graph, self.generators)
+            self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        except BaseException:
+            self._forget()
+            raise
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            with warnings.catch_warnings():  # of a graph without kernels: a region may just return its inputs
+                warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+                self._graph.capture_end()
+        except BaseException:
+            self._forget()
+            if error is None:
+                raise
+        else:
+            if error is not None:
+                self._graph.reset()
+
+    def _forget(self) -> None:
+        self.is_invalid = True
+        memory.forget_failed_capture(self._device, self._pool, self._graph)
 
 
 class RecordingStream:
@@ -284,10 +297,8 @@ class RecordingStream:
         products()  # the libraries create their handles here, outside of the recording
         self._first = torch.cuda.CUDAGraph()
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        with torch.cuda.stream(self.stream), torch.no_grad():
-            self._first.capture_begin(pool=pool, capture_error_mode="thread_local")
+        with torch.cuda.stream(self.stream), torch.no_grad(), Capture(self._first, self.stream.device, pool, ()):
             products()
-            self._first.capture_end()
 
     def close(self) -> None:
         """Destroy the stream and free its workspaces; no graph recorded on it may be replayed afterwards.

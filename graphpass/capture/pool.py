@@ -115,6 +115,7 @@ class PoolLease:
         self._written: list[torch.Tensor] = []
         self._written_by: object = None
         self._views = HandedViews()
+        self._is_given = device is not None
         self._device = None if device is None else self._make_device(device)
 
     def fork_empty(self) -> PoolLease:
@@ -133,14 +134,23 @@ class PoolLease:
         return None if self._device is None else self._device.device
 
     def device_for(self, leaves: Sequence[Any]) -> GraphDevice:
-        """The device for graphs over these arguments: the GPU that a tensor is on, else the CPU."""
+        """The device for graphs over these arguments: the GPU that a tensor is on, else the CPU.
+
+        A part of a model that computes on the CPU may be captured first: its tapes give way to the graphs of a GPU.
+        """
         if self._device is not None:
             wanted = self._device.device
-            if wanted.type == "cpu" or any(isinstance(t, torch.Tensor) and t.device == wanted for t in leaves):
+            stays = self._is_given or not torch.cuda.is_initialized()
+            if (
+                stays
+                if wanted.type == "cpu"
+                else any(isinstance(t, torch.Tensor) and t.device == wanted for t in leaves)
+            ):
                 return self._device
         found = device_of(leaves)
-        if self._device is None:
+        if self._device is None or (self._device.device.type == "cpu" != found.type):
             self._device = self._make_device(found)
+            self.entries_dropped()
         elif self._device.device != found:
             raise DeviceError(
                 "one runtime serves one device",

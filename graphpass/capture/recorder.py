@@ -159,6 +159,7 @@ class Recorder:
         """
         self._row(context, "warmed")  # the counts list the key, whatever comes of it
         device = self.runtime.lease.device_for(self.call.leaves)
+        memory.refuse_inside_capture(device.device, self.name)  # guard: no_capture_inside_another
         inside = RegionCalls(device.call, observed=[] if self.policy.compare else None)
         saved = self.arena.saved()
         try:

@@ -13,6 +13,7 @@ import torch
 
 from graphpass.compat.operators import torch_attribute
 from graphpass.compat.symbolic import fake_mode_of
+from graphpass.errors import CaptureError
 
 
 def storage_id(tensor: torch.Tensor) -> int | None:
@@ -141,8 +142,24 @@ def current_stream_of(device: torch.device) -> Any:
 
 
 def is_capturing_stream(device: torch.device | None) -> bool:
-    """Whether the current stream is under CUDA graph capture; False on other devices."""
-    return device is not None and device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing()
+    """Whether the current stream of a device is under CUDA graph capture; False for devices that are no GPU."""
+    if device is None or device.type != "cuda":
+        return False
+    if device.index in (None, torch.cuda.current_device()):
+        return bool(torch._C._cuda_isCurrentStreamCapturing())
+    with torch.cuda.device(device):
+        return bool(torch._C._cuda_isCurrentStreamCapturing())
+
+
+def refuse_inside_capture(device: torch.device, who: str) -> None:
+    """Refuse a forward over graphs on a stream that somebody else captures: theirs would be invalidated."""
+    if is_capturing_stream(device):
+        raise CaptureError(
+            f"{who} cannot use graphs inside another capture",
+            expected="a stream that is not being captured",
+            found=f"a capture on {device} that graphpass did not begin",
+            remedy="capture and replay it outside of that capture, or call it there without a forward context",
+        )
 
 
 def drop_blas_workspaces() -> None:
@@ -150,14 +167,27 @@ def drop_blas_workspaces() -> None:
     torch._C._cuda_clearCublasWorkspaces()
 
 
-def forget_failed_capture(device: torch.device, pool: Any) -> None:
-    """Release the caching allocator's state after a capture that was invalidated.
+def register_generators(graph: torch.cuda.CUDAGraph, generators: Sequence[torch.Generator]) -> None:
+    """Register generators with a graph on a stream that is not capturing, before the capture begins.
 
-    Torch stops redirecting allocations to the pool, and releases the graph's reference to it, only after a successful
-    capture; without this call the pool's segments would never be freed. No further capture can use the pool.
+    Torch 2.11 ends the process when it frees a graph whose registration failed half way, as here and in
+    ``capture_begin``: in a capture, or without memory for the two numbers of a generator. There is room for them
+    afterwards, those of the default generator included, which ``capture_begin`` registers.
     """
-    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
-        undo = getattr(torch._C, name, None)
-        if undo is not None:
-            with contextlib.suppress(RuntimeError):
-                undo(device.index, pool)
+    device = torch.cuda.current_device()
+    room = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(2 * (1 + len(generators)))]
+    room.clear()  # the next allocations of this stream take its place
+    for generator in generators:
+        graph.register_generator_state(generator)  # guard: cuda_generator_registered
+
+
+def forget_failed_capture(device: torch.device, pool: Any, graph: torch.cuda.CUDAGraph) -> None:
+    """Reset a graph whose capture did not begin or was invalidated, and release what torch keeps for it.
+
+    Before 2.15, torch stops redirecting allocations to the pool, and releases the graph's reference to it, only after a
+    successful capture; without this call the pool's segments would never be freed. No further capture can use the pool.
+    """
+    graph.reset()
+    with contextlib.suppress(RuntimeError):  # raised by the first one if torch has done both
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)

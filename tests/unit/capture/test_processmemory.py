@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from graphpass.capture import Counts
-from graphpass.capture.cuda import CudaDevice, PoolId, ProcessMemory
+from graphpass.capture.cuda import Capture, CudaDevice, PoolId, ProcessMemory
 from graphpass.errors import CaptureError
 
 OURS, GIVEN, THEIRS = (0, 7), (0, 8), (0, 9)
@@ -97,6 +98,62 @@ def test_a_device_removes_the_pools_that_it_created(
         assert process.pools() == (pools if given is None else {GIVEN})
         device.close()
         assert process.pools() == {GIVEN}
+
+
+# A capture that fails at any point: the graph is reset once, and the allocator leaves the pool at most once.
+
+
+class FakeGraph:
+    """A CUDA graph whose capture fails at ``begin`` or ``end``."""
+
+    def __init__(self, fails_at: str) -> None:
+        self.fails_at, self.calls = fails_at, [""]
+
+    def capture_begin(self, **_: Any) -> None:
+        self._called("begin")
+
+    def capture_end(self) -> None:
+        self._called("end")
+
+    def reset(self) -> None:
+        self.calls.append("reset")
+
+    def _called(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.fails_at:
+            raise RuntimeError(name)
+
+
+@pytest.mark.parametrize(
+    ("fails_at", "calls", "leaves", "error"),
+    [
+        ("", "begin end", False, None),
+        ("register", "reset", True, "register"),
+        ("begin", "begin reset", True, "begin"),
+        ("body", "begin end reset", False, "body"),
+        ("end", "begin end reset", True, "end"),
+        ("body end", "begin end reset", True, "body"),
+    ],
+)
+def test_what_a_capture_that_fails_leaves(
+    monkeypatch: pytest.MonkeyPatch, fails_at: str, calls: str, leaves: bool, error: str | None
+) -> None:
+    def register(*_: Any) -> None:
+        if "register" in fails_at:
+            raise RuntimeError("register")
+
+    left: list[str] = []
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        monkeypatch.setattr(torch._C, name, lambda *_, name=name: left.append(name), raising=False)
+    monkeypatch.setattr("graphpass.capture.cuda.memory.register_generators", register)
+    graph: Any = FakeGraph(fails_at)
+    capture = Capture(graph, torch.device("cuda", 0), OURS, ())
+    with pytest.raises(RuntimeError, match=f"^{error}$") if error else contextlib.nullcontext(), capture:
+        if "body" in fails_at:
+            raise RuntimeError("body")
+    assert graph.calls[1:] == calls.split()
+    assert capture.is_invalid is leaves
+    assert left == (["_cuda_endAllocateToPool", "_cuda_releasePool"] if leaves else [])
 
 
 # A throwaway pool: captures in it leave nothing behind, and what was captured before is as it was.

@@ -12,6 +12,7 @@ from torch import nn
 import cgpass.callable
 from cgpass.callable import GraphedCallable
 from graphpass.capture.replay import EntryTable
+from graphpass.compat import memory
 from graphpass.paddedinputs import PaddedArguments, PaddedInput, dense_strides
 from tests.unit.cgpass.attended import Make
 from tests.unit.compiled import Compiled, agrees
@@ -160,3 +161,23 @@ def test_dynamo_passes_only_what_the_graph_reads(compiled: Make, monkeypatch: py
     assert set(passed) == {5}  # x, its size, the factor, weight and bias
     model.norm.eps, model.scale = 1e-1, 0.5
     fast.serve([(torch.randn(5, 4), 2.0)])
+
+
+def test_the_device_of_the_arguments_is_asked_for_captures_of_others(
+    compiled: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also before the first capture, when the runtime has no device yet."""
+    asked, is_busy = list[Any](), list[bool]()
+
+    def answer(device: Any) -> bool:
+        asked.append(device)
+        return bool(is_busy)
+
+    monkeypatch.setattr(memory, "is_capturing_stream", answer)
+    fast = compiled(lambda x: x * 2 + 1, dynamic=False)
+    for busy in (False, True, True, False, False):
+        is_busy[:] = [True] * busy
+        agrees(fast(torch.ones(4)), torch.full((4,), 3.0))
+        assert not (busy and fast.captured), "a capture inside another one"
+    assert fast.captured == 1
+    assert set(asked) == {torch.device("cpu")}

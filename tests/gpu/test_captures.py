@@ -1,0 +1,181 @@
+"""Captures of users around and beside those of graphpass, each in a process of its own, which has to end with 0."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.captures import TIMEOUT_S
+
+pytestmark = pytest.mark.cuda
+
+ROOT = Path(__file__).parent.parent.parent
+
+AROUND = """
+import sys
+import torch
+import graphpass
+
+def model(x):
+    return (x * 2 + torch.rand_like(x) * 0).relu()
+
+x = torch.randn(4, 8, device="cuda")
+fast = torch.compile(model, backend="cgpass", options={"compiler": "eager"})
+with torch.no_grad():
+    for _ in range(int(sys.argv[1])):
+        fast(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = fast(x)
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        assert torch.equal(y, model(x))
+        assert torch.equal(fast(x), model(x))
+"""
+
+INSIDE = """
+import sys
+import torch
+import graphpass as gp
+
+def call(opens, size=4):
+    key = gp.BatchDescriptor(size)
+    with torch.no_grad(), gp.set_forward_context(runtime_mode="FULL", batch_descriptor=key):
+        if not opens:
+            return wrapper(x)
+        with runtime.capturing():
+            return wrapper(x)
+
+is_captured, is_same_stream, opens = (given == "True" for given in sys.argv[1:])
+stream, x = torch.cuda.Stream(), torch.randn(4, 8, device="cuda")
+runtime = gp.GraphRuntime()
+wrapper = gp.CUDAGraphWrapper(lambda x: x.relu() + torch.rand_like(x) * 0, "FULL", runtime=runtime, name="f")
+torch.cuda.synchronize()
+if is_captured:
+    with torch.cuda.stream(stream if is_same_stream else torch.cuda.Stream()):
+        call(True)
+torch.cuda.synchronize()
+graph, refused = torch.cuda.CUDAGraph(), ""
+with torch.cuda.graph(graph, stream=stream):
+    y = x * 2
+    try:
+        call(opens, 5)
+    except gp.errors.CaptureError as error:
+        refused = str(error)
+    y = y + 1
+assert "another capture" in refused or not opens, refused
+assert refused
+graph.replay()
+assert torch.equal(y, x * 2 + 1)
+assert torch.equal(call(True), x.relu())
+"""
+
+FAILED = """
+import sys
+import torch
+import graphpass as gp
+
+kind = sys.argv[1]
+own = torch.Generator("cuda")
+
+def body(x, generator):
+    y = x + torch.rand(x.shape, device=x.device, generator=generator)
+    if failing and torch.cuda.is_current_stream_capturing():
+        if kind == "raise":
+            raise ValueError("a bug of the model")
+        if kind == "item":
+            y = y * y.sum().item()
+        if kind == "memory":
+            torch.empty(1 << 50, device=x.device)
+        if kind == "synchronize":
+            torch.cuda.synchronize()
+    return y
+
+def capture():
+    key = gp.BatchDescriptor(4)
+    with torch.no_grad(), runtime.capturing(), gp.set_forward_context(runtime_mode="FULL", batch_descriptor=key):
+        return wrapper(x, own)
+
+failing, x = True, torch.randn(4, 8, device="cuda")
+runtime = gp.GraphRuntime()
+wrapper = gp.CUDAGraphWrapper(body, "FULL", runtime=runtime, name="f")
+try:
+    if kind == "inside":
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            capture()
+    elif kind == "no room":
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / torch.cuda.mem_get_info()[1])
+        capture()
+    else:
+        capture()
+except (gp.errors.CaptureError, torch.cuda.OutOfMemoryError) as error:
+    print(type(error).__name__)
+else:
+    raise SystemExit("the capture did not fail")
+torch.cuda.set_per_process_memory_fraction(1.0)
+failing = False
+torch.rand(3, device="cuda"), torch.rand(3, device="cuda", generator=own)
+assert ((capture() - x) < 1).all()
+if len(sys.argv) > 2:
+    runtime.close()
+"""
+
+
+def ends_with_0(program: str, *given: str) -> None:
+    command = [sys.executable, "-c", program, *given]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("calls", range(6))
+def test_a_users_capture_after_any_number_of_calls(cuda: torch.device, calls: int) -> None:
+    ends_with_0(AROUND, str(calls))
+
+
+@pytest.mark.parametrize("opens", [True, False])
+@pytest.mark.parametrize("is_same_stream", [True, False])
+@pytest.mark.parametrize("is_captured", [True, False])
+def test_what_a_context_asks_for_inside_a_capture_is_refused(
+    cuda: torch.device, is_captured: bool, is_same_stream: bool, opens: bool
+) -> None:
+    ends_with_0(INSIDE, str(is_captured), str(is_same_stream), str(opens))
+
+
+@pytest.mark.parametrize("closes", [True, False])
+@pytest.mark.parametrize("kind", ["raise", "item", "memory", "synchronize", "inside", "no room"])
+def test_a_failed_capture_leaves_no_generator(cuda: torch.device, kind: str, closes: bool) -> None:
+    ends_with_0(FAILED, kind, *["closes"] * closes)
+
+
+def test_programs_of_captures(cuda: torch.device) -> None:
+    command = [sys.executable, "-m", "tests.gpu.captures", "--programs", "24", "--processes", "2", "--first", "9000"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_tensors_on_the_cpu_beside_those_of_a_gpu(cuda: torch.device) -> None:
+    """A graph break leaves a graph of the timestep alone, on the CPU, before or after the first capture on the GPU."""
+    program = """
+import torch
+
+def model(x, t):
+    scale = t.float() * 2 + 1
+    torch._dynamo.graph_break()
+    return x * scale + 1
+
+with torch.no_grad():
+    fast = torch.compile(model, backend="cgpass", options={"compiler": "eager"})
+    for step in range(8):
+        x, t = torch.randn(4, 8, device="cuda"), torch.tensor(step)
+        torch.testing.assert_close(fast(x, t), model(x, t))
+import graphpass
+stats = graphpass.runtime_of(fast).stats()
+assert stats.replayed > 0, stats
+"""
+    ends_with_0(program)
