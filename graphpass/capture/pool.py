@@ -125,6 +125,7 @@ class PoolLease:
         """
         other = PoolLease(self._ledger, device=self.device, keeps_recordings=True)
         other.turn, other._generations, other.shows_stale = self.turn, self._generations, self.shows_stale
+        other._is_given = self._is_given
         other.entries_dropped()  # guard: throwaway_generation
         return other
 
@@ -140,15 +141,14 @@ class PoolLease:
         """
         if self._device is not None:
             wanted = self._device.device
-            stays = self._is_given or not torch.cuda.is_initialized()
-            if (
-                stays
-                if wanted.type == "cpu"
-                else any(isinstance(t, torch.Tensor) and t.device == wanted for t in leaves)
-            ):
+            if wanted.type == "cpu" and (self._is_given or not torch.cuda.is_initialized()):
+                return self._device
+            if wanted.type != "cpu" and any(isinstance(t, torch.Tensor) and t.device == wanted for t in leaves):
                 return self._device
         found = device_of(leaves)
-        if self._device is None or (self._device.device.type == "cpu" != found.type):
+        if self._device is None:
+            self._device = self._make_device(found)
+        elif self._device.device.type == "cpu" != found.type:
             self._device = self._make_device(found)
             self.entries_dropped()
         elif self._device.device != found:
