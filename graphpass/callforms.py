@@ -14,16 +14,20 @@ from typing import Any
 
 import torch
 
-from graphpass.capture.runtime import SEE_WHAT_DIFFERS, GraphRuntime
+from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.settings import replay_settings
-from graphpass.compat import dynamo, operators, trees
+from graphpass.compat import dynamo, gaveup, operators, trees
 from graphpass.errors import CaptureError, GraphpassError
 from graphpass.ledger import Reason
 from graphpass.options import Fallbacks
 from graphpass.savedcalls import SavedCalls
 
 _MODEL = "graphed_model"
-_AT_LIMIT = Reason("Dynamo is at its recompile limit and runs the model as it is", SEE_WHAT_DIFFERS)
+_NO_GRAPH = Reason(
+    "a call reached no graph: Dynamo found nothing to compile, or was off",
+    "take torch.compiler.disable() off the call and the forward, unset TORCHDYNAMO_DISABLE, and set "
+    "torch._dynamo.config.allow_rnn = True for LSTM and GRU; what computes nothing on tensors has no graph",
+)
 
 
 class CallForms:
@@ -94,7 +98,8 @@ class CallForms:
             self._saved.load(function, form)
             compiled = torch.compile(function, backend=self._backend, dynamic=self._is_dynamic, options=self._options)
             self._forms[form] = compiled
-        num_entered = self.runtime.num_entered
+        given_up, num_tried = self.runtime.given_up, gaveup.num_tried()
+        before, began_us = given_up.before_call(), gaveup.now_us()
         try:
             result = compiled(*args, *kwargs.values())
         except GraphpassError:
@@ -103,8 +108,10 @@ class CallForms:
             if not dynamo.came_from_tracing(error):
                 raise
             raise _typed(error) from error
-        if self.runtime.num_entered == num_entered:
-            self._report_no_graph(compiled)
+        has_no_graph = given_up.entered.total() == before[gaveup.UNKNOWN]
+        has_tried = gaveup.num_tried() != num_tried
+        if has_no_graph or has_tried or len(before) > 1:
+            self._report(given_up.in_call(before, began_us if has_tried else None), has_no_graph=has_no_graph)
         return result
 
     def save(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -130,27 +137,20 @@ class CallForms:
             positional.append(others.pop(name))
         return tuple(positional), others
 
-    def _report_no_graph(self, compiled: Callable[..., Any]) -> None:
-        """Report a call that entered no compiled graph: there was nothing to compile, or Dynamo no longer compiles."""
-        functions = (inspect.unwrap(compiled), inspect.unwrap(self._uncompiled()))
-        if not any(map(dynamo.is_at_recompile_limit, functions)):
-            self.runtime.warn(
-                "a call reached no graph: Dynamo found nothing to compile, or was off",
-                "take torch.compiler.disable() off the call and the forward, unset TORCHDYNAMO_DISABLE, and set "
-                "torch._dynamo.config.allow_rnn = True for LSTM and GRU; what computes nothing on tensors has no graph",
+    def _report(self, reasons: Sequence[Reason], *, has_no_graph: bool) -> None:
+        """Count a call in which these functions ran as they are, or which entered no compiled graph at all."""
+        for reason in reasons or [_NO_GRAPH] * has_no_graph:
+            self.runtime.ledger.without_graph("uncompiled", reason).count_call(reason)
+        if has_no_graph and not reasons:
+            self.runtime.warn(_NO_GRAPH.why, _NO_GRAPH.remedy, is_recorded=True)
+        for reason in reasons:
+            error = CaptureError(
+                "a call ran without a graph, or in part without one, and on_fallback is 'error'",
+                expected="functions that Dynamo traces, and at most torch._dynamo.config.recompile_limit times each",
+                found=str(reason),
+                remedy=reason.remedy,
             )
-            return
-        self.runtime.ledger.without_graph("uncompiled", _AT_LIMIT).count_call(_AT_LIMIT)
-        self._fallbacks.report(
-            "no graph: Dynamo is at its recompile limit and no longer calls the backend",
-            CaptureError(
-                "a call ran without a graph, and on_fallback is 'error'",
-                expected="at most torch._dynamo.config.recompile_limit compilations of the model",
-                found="one more, past Dynamo's recompile limit: it ran the model as it is",
-                remedy=SEE_WHAT_DIFFERS,
-            ),
-            is_recorded=True,
-        )
+            self._fallbacks.report(f"no graph: {reason}", error, is_recorded=True)
 
 
 def _typed(error: BaseException) -> GraphpassError:

@@ -130,7 +130,7 @@ class GraphedCallable:
     def call(self, args: tuple[Any, ...]) -> Any:
         """Run with one argument for each of the partition's inputs."""
         context = current_context()
-        self.runtime.num_entered += 1
+        self.runtime.given_up.entered[self.name] += 1
         if operators.transform_over(args) is not None:
             return self._transformed(context, args)
         if context is None or context.capture is not None or context.owner is not None:

@@ -83,7 +83,7 @@ def backend(
     saved = runtime.owned(SavedGraphs)
     if saved.recording is not None:
         return saved.recorded(traced.identity, has_floats=bool(traced.floats.positions))
-    runtime.compiles_frame(dynamo.frame_id(), dynamo.frame_code())
+    runtime.compiles_frame(dynamo.frame_id(), dynamo.frame_code(), name)
     is_new = not runtime.owned(CallableCache).knows(traced.key)
     if is_new and runtime.is_captured_ahead(dynamo.frame_id()):
         Fallbacks(runtime, settings.on_fallback).report_late(dynamo.recompile_reason(), name)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
+from graphpass.capture.givenup import SEE_WHAT_DIFFERS, GivenUpFunctions
 from graphpass.capture.pool import PoolLease
 from graphpass.capture.scope import CaptureScope, CaptureScopes
 from graphpass.capture.settings import frozen_objects
@@ -32,10 +33,6 @@ from graphpass.report.records import TUNED, CallableRecord, Counts, RegionId, Re
 if TYPE_CHECKING:
     from graphpass.capture.wrapper import CUDAGraphWrapper
 
-SEE_WHAT_DIFFERS = (
-    "see what differs (TORCH_LOGS=recompiles): name a dimension that varies in dynamic_dims, and keep a Python number "
-    "that changes in a buffer, or pass it as a tensor"
-)
 #: what a wrapper counts for its region, in the ledger
 WRAPPER_EVENTS = ("warmed", "captured", "replayed")
 _ATTRIBUTE = "graphpass_runtime"
@@ -74,7 +71,7 @@ class GraphRuntime:
         self._retraced_for: str | None = None  # the first reason: one warning stands for all callables
         self._owned: dict[type, Any] = {}
         self._serves_calls = False
-        self.num_entered = 0
+        self.given_up = GivenUpFunctions()
 
     # -- what users call ------------------------------------------------------------------------------------------
 
@@ -210,7 +207,11 @@ class GraphRuntime:
             Problem("note", why.why, tuple(map(str, filter(None, list(note.places)))), why.where, note.n, why.remedy)
             for note, why in ((note, note.reason) for note in self.ledger.problems())
         )
-        return (*notes, *(self._left_behind() if self._serves_calls else ()))
+        uncounted = (
+            Problem("no graph", f"{why.why}; its later calls are not counted", (), why.where, None, why.remedy)
+            for why in self.given_up.reasons(why for _, why in self.ledger.uncaptured)
+        )
+        return (*notes, *uncounted, *(self._left_behind() if self._serves_calls else ()))
 
     def close(self) -> None:
         """Drop all graphs and free the pool; callables still run, without graphs, and can be captured again."""
@@ -288,8 +289,9 @@ class GraphRuntime:
         """Record that a callable was loaded for a function with this code, before Dynamo gave it the id of a frame."""
         self._loaded.append((weakref.ref(code), name))
 
-    def compiles_frame(self, frame: int | None, code: types.CodeType | None) -> None:
-        """Give the callables that were loaded for a function the id of its frame, which Dynamo compiles now."""
+    def compiles_frame(self, frame: int | None, code: types.CodeType | None, name: str) -> None:
+        """Give the callables that were loaded for a function the id of its frame, which Dynamo compiles as ``name``."""
+        self.given_up.compiles(frame, code, name)
         names = {name for of, name in self._loaded if of() is code is not None}
         self._callables = [replace(own, frame=frame) if own.name in names else own for own in self._callables]
 
@@ -433,6 +435,7 @@ def runtime_of(compiled: Any) -> GraphRuntime:
     for compiler in dynamo.compilers_of(compiled):
         runtime = dynamo.backend_options(compiler).get("runtime") or getattr(compiler, _ATTRIBUTE, None)
         if runtime is not None:
+            _checked(runtime).given_up.serves(dynamo.code_of(compiled))
             return _checked(runtime)
     runtime = getattr(compiled, "runtime", None)
     if isinstance(runtime, GraphRuntime):
@@ -440,7 +443,7 @@ def runtime_of(compiled: Any) -> GraphRuntime:
     raise OptionError(
         "this callable has no graphpass runtime",
         expected="a callable compiled with backend='cgpass' that has run once, or options with runtime=GraphRuntime()",
-        found=repr(compiled)[:200],
+        found=next((str(why) for why in GivenUpFunctions().serves(dynamo.code_of(compiled))), repr(compiled)[:200]),
         remedy="call it once first, or pass options=cgpass.options(runtime=...) to torch.compile; "
         "if it has run, Dynamo compiled no graph of it: TORCH_LOGS=graph_breaks says why, and for an RNN, GRU or LSTM "
         f"{dynamo.ALLOW_RNN}",

@@ -126,13 +126,18 @@ def compilers_of(compiled: Any) -> list[Any]:
     if own is None:
         return []
     backend = innermost_backend(own)
-    original = getattr(compiled, "_orig_mod", None) or getattr(compiled, "_torchdynamo_orig_callable", compiled)
-    function = original.forward if isinstance(original, torch.nn.Module) else original
-    code = getattr(function, "__code__", None)
+    code = code_of(compiled)
     if code is None:
         return [backend]
     entries = [innermost_backend(entry.backend) for entry in _cache_entries(code)]
     return [backend, *(other for other in entries if other == backend)]
+
+
+def code_of(compiled: Any) -> types.CodeType | None:
+    """The code of the function that a ``torch.compile``'d callable runs."""
+    original = getattr(compiled, "_orig_mod", None) or getattr(compiled, "_torchdynamo_orig_callable", compiled)
+    function = original.forward if isinstance(original, torch.nn.Module) else original
+    return getattr(function, "__code__", None)
 
 
 def _dynamo_callback(compiled: Any) -> Any | None:
@@ -144,12 +149,6 @@ def _dynamo_callback(compiled: Any) -> Any | None:
     if not hasattr(function, "_torchdynamo_orig_callable"):
         return None
     return inspect.getclosurevars(function).nonlocals.get("callback")
-
-
-def is_at_recompile_limit(function: Any) -> bool:
-    """Whether ``function`` has reached the recompile limit, so that Dynamo will not compile it again."""
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
-    return code is not None and len(_cache_entries(code)) >= torch._dynamo.config.recompile_limit
 
 
 def _cache_entries(code: types.CodeType) -> list[Any]:

@@ -1,0 +1,144 @@
+"""Functions that Dynamo runs as they are, because it cannot trace them or has compiled them too often."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import graphpass as gp
+from graphpass.errors import CaptureError, OptionError
+
+SIZES = (8, 4, 6, 2) * 5
+FACTORS = {2: 3.0, 4: 5.0, 6: 7.0, 8: 9.0}
+
+
+def by_table(x: torch.Tensor) -> torch.Tensor:
+    """Each size compiles anew: it is looked up."""
+    return x.relu() * FACTORS[x.shape[0]]
+
+
+def after_a_break(x: torch.Tensor) -> torch.Tensor:
+    y = x + 1
+    torch._dynamo.graph_break()
+    return by_table(y)
+
+
+class Entered:
+    def __enter__(self) -> None:
+        """Dynamo does not resume inside of one that it does not know."""
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to do."""
+
+
+def around(x: torch.Tensor) -> torch.Tensor:
+    out = x * 2
+    with Entered():
+        out = inside(out)
+        torch._dynamo.graph_break()
+    return out
+
+
+def inside(x: torch.Tensor) -> torch.Tensor:
+    return x.sin()
+
+
+def untraced(x: torch.Tensor) -> torch.Tensor:
+    with Entered():
+        y = x + 1
+        torch._dynamo.graph_break()
+    return y
+
+
+# (function, what Dynamo says, the function that it names for torch.compile, calls of 20 in which it runs as it is)
+LIMIT, BREAK = "Dynamo is at its recompile limit and runs", "Dynamo gave up on"
+CASES: list[tuple[Callable[..., Any], str, str, int]] = [
+    (by_table, LIMIT, "by_table (test_given_up.py:", 10),
+    (after_a_break, LIMIT, "after_a_break from line", 10),
+    (around, BREAK, "around (test_given_up.py:", 20),
+    (untraced, BREAK, "untraced (test_given_up.py:", 20),
+]
+given = pytest.mark.parametrize(
+    ("function", "says", "named", "times"), CASES, ids=[function.__name__ for function, *_ in CASES]
+)
+
+
+@pytest.fixture(autouse=True)
+def limit_of_two() -> Any:
+    with torch._dynamo.config.patch(recompile_limit=2):
+        yield
+
+
+def outcomes(fast: Callable[..., Any], function: Callable[..., Any]) -> list[str]:
+    """What came of each call: right results, and otherwise the error."""
+    found = []
+    for size in SIZES:
+        x = torch.randn(size, 6)
+        try:
+            torch.testing.assert_close(fast(x), function(x))
+            found.append("")
+        except CaptureError as error:
+            found.append(error.found)
+    return found
+
+
+def why(runtime: gp.GraphRuntime, says: str) -> Any:
+    (problem,) = [problem for problem in runtime.report().problems if problem.what.startswith(says)]
+    return problem
+
+
+@given
+def test_graphed_counts_each_such_call(
+    function: Callable[..., Any], says: str, named: str, times: int, rt: gp.GraphRuntime
+) -> None:
+    fast = gp.graphed(function, runtime=rt, compiler="eager", on_fallback="silent")
+    assert not any(outcomes(fast, function))
+    problem = why(rt, says)
+    assert (problem.kind, problem.times) == ("no graph", times)
+    assert ("the model" if function is by_table else named) in problem.what
+    assert problem.remedy
+
+
+@given
+def test_each_such_call_can_be_an_error(
+    function: Callable[..., Any], says: str, named: str, times: int, rt: gp.GraphRuntime
+) -> None:
+    fast = gp.graphed(function, runtime=rt, compiler="eager", on_fallback="error")
+    refused = [found for found in outcomes(fast, function) if found]
+    assert len(refused) == times
+    assert refused[0].startswith(says)
+    assert all(found.startswith((LIMIT, BREAK)) for found in refused)
+
+
+@given
+def test_the_report_of_a_compiled_function_names_it_and_says_that_its_calls_are_not_counted(
+    function: Callable[..., Any], says: str, named: str, times: int, rt: gp.GraphRuntime
+) -> None:
+    options = {"runtime": rt, "compiler": "eager", "dispatch": "auto"}
+    fast = torch.compile(function, backend="cgpass", options=options)
+    with torch.no_grad():
+        assert not any(outcomes(fast, function))
+    problem = why(gp.runtime_of(fast), says)
+    assert (problem.kind, problem.times) == ("no graph", None)
+    assert named in problem.what
+    assert problem.what.endswith("its later calls are not counted")
+    assert says == LIMIT or "graph_break" in problem.what
+
+
+def test_a_function_without_a_runtime_is_said_to_be_given_up() -> None:
+    fast = torch.compile(untraced, backend="cgpass")
+    fast(torch.ones(3))
+    with pytest.raises(OptionError) as raised:
+        gp.runtime_of(fast)
+    assert raised.value.found.startswith(BREAK)
+
+
+def test_what_dynamo_gave_up_elsewhere_is_not_said(rt: gp.GraphRuntime) -> None:
+    torch.compile(untraced, backend="eager")(torch.ones(3))
+    fast = gp.graphed(inside, runtime=rt, compiler="eager")
+    for _ in range(3):
+        fast(torch.ones(3))
+    assert rt.report().problems == ()
