@@ -113,6 +113,9 @@ class SavedCalls:
         graph = self._graphs().load_file(saved.file, self._runtime, self._settings)
         if isinstance(graph, Reason):
             return graph
+        setting = saving.setting_that_differs(saved.call)
+        if setting is not None:
+            return Reason(f"torch's setting {setting} differs from that of the save", is_expected=True)
         saving.install_call(function, saved.call, guards, graph)
         self._runtime.loaded_for(function.__code__, graph.name)
         return None

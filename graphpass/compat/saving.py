@@ -358,6 +358,14 @@ def bind_modules(call: TracedCall, function: Callable[..., Any]) -> None:
         scope[name] = get_builtins_dict(scope)
 
 
+def setting_that_differs(call: TracedCall) -> str | None:
+    """The names of torch's settings that are not those of a call's trace, which its guards compare; None if all are."""
+    from torch._dynamo.package import load_guards_state
+
+    state: Any = load_guards_state(call.guards).output_graph.global_state_guard
+    return None if state.check() else str(state.reason()).strip()
+
+
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
     """The guards of a call over the model and the global variables that are there now."""

@@ -191,7 +191,7 @@ def code_of(function: Any) -> str:
     code = getattr(inner, "__code__", None)
     owner = getattr(function, "__self__", None)
     bound = "" if owner is None or inspect.ismodule(owner) else f" of {brief(owner)}"
-    if code is None:
+    if not isinstance(code, types.CodeType):  # the class of functions has a descriptor
         return _named(function) + bound
     held = [[brief(value) for value in _contents(cell) if value is not inner] for cell in inner.__closure__ or ()]
     defaults = [*map(brief, inner.__defaults__ or ()), brief(inner.__kwdefaults__)]

@@ -127,7 +127,7 @@ def _attributes(value: Any) -> Mapping[str, Any]:
 
 def _slots(base: type) -> Iterable[str]:
     slots = vars(base).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else slots
+    return (slots,) if isinstance(slots, str) else slots if isinstance(slots, (tuple, list, dict)) else ()
 
 
 def _identities(values: Mapping[str, Any]) -> Parts:

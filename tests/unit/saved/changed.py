@@ -264,16 +264,6 @@ def _(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.b(self.a(x)) * (3.0 if self.a is self.b else 2.0)
 
 
-def one_list(model: Any, is_changed: bool) -> None:
-    one = [1.0]
-    model.box = Box(a=one, b=one if is_changed else [1.0])
-
-
-@reads("one list twice", one_list)
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * (3.0 if self.box.a is self.box.b else 2.0)
-
-
 @reads("hasattr of a Python module", placed(late=(..., 3.0)))
 def _(self: Any, x: torch.Tensor) -> torch.Tensor:
     return x * (3.0 if hasattr(PLACE, "late") else 2.0)

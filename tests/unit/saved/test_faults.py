@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,6 +106,24 @@ def set_to(setter: Callable[[Any], Any], value: Any, before: Any) -> Any:
         setter(before)
 
 
+@contextlib.contextmanager
+def less_precise() -> Iterator[None]:
+    of_devices = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    before = [device.fp32_precision for device in of_devices]
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        for device, precision in zip(of_devices, before, strict=True):  # which it has set, too
+            device.fp32_precision = precision
+
+
+def more_threads() -> contextlib.AbstractContextManager[Any]:
+    before = torch.get_num_threads()
+    return set_to(torch.set_num_threads, before + 1, before)
+
+
 def attribute(name: str, value: Any) -> Change:
     return lambda model, patch: setattr(model.layers[1], name, value)
 
@@ -172,8 +190,9 @@ FAULTS = [
     Fault(
         "another precision",
         "settings of the compiler",
-        around=lambda: set_to(torch.set_float32_matmul_precision, "medium", "highest"),
+        around=less_precise,
     ),
+    Fault("other threads", "num_threads differs", around=more_threads),
     Fault(
         "deterministic algorithms",
         "settings of the compiler",

@@ -61,7 +61,7 @@ def test_a_process_loads_what_another_one_saved(tmp_path: Path) -> None:
     [
         ("option mode differs", {"mode": "FULL"}, lambda patch: None),
         ("torch differs", {}, lambda patch: patch.setattr(torch.version, "git_version", "other")),
-        ("settings of the compiler", {}, lambda patch: torch.set_float32_matmul_precision("medium")),
+        ("settings of the compiler", {}, lambda patch: torch.use_deterministic_algorithms(True)),
         ("the implementation of", {}, lambda patch: patch.setattr(of.mixed, "_init_fn", of.bent)),
     ],
 )
@@ -74,7 +74,7 @@ def test_torch_compile_misses(
         fast = compiled(shutil.copytree(saved, tmp_path / "starts"), **options)
         assert_right(fast)
     finally:
-        torch.set_float32_matmul_precision("highest")
+        torch.use_deterministic_algorithms(False)
     assert says in missed(fast)
     assert fast.runtime.compiled() > 0
 
