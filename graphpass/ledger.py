@@ -6,10 +6,12 @@ makes the event happen keeps its :class:`Row` and adds to the fields: counting l
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,6 +117,15 @@ class Ledger:
     def rows(self, subject: Hashable, event: str) -> defaultdict[Any, Row]:
         """{key: the sums of one event of a subject}; the caller may keep it and add to its rows."""
         return self.tables[subject, event]
+
+    @contextlib.contextmanager
+    def timed(self, subject: Hashable, event: str) -> Iterator[None]:
+        """Add the seconds of the body to an event."""
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.rows(subject, event)[None].seconds += time.perf_counter() - start_s
 
     def without_graph(self, subject: str, reason: Reason) -> CountedReason:
         """The counts of a subject's calls that ``reason`` leaves without a graph; the caller keeps them."""

@@ -20,6 +20,7 @@ from graphpass.compat import dynamo, saving, trees
 from graphpass.errors import GraphpassError
 from graphpass.ledger import Reason
 from graphpass.options import Settings
+from graphpass.report.records import LOADED, WARM_START
 from graphpass.saved import (
     CALL,
     NOT_SAVED,
@@ -83,12 +84,15 @@ class SavedCalls:
 
     def load(self, function: Callable[..., Any], form: Sequence[Any]) -> None:
         """Let a function that is about to be compiled run the calls that were saved for its form."""
-        if self._store is None:
-            return
+        if self._store is not None:
+            with self._runtime.ledger.timed(WARM_START, LOADED):
+                self._load(self._store, function, form)
+
+    def _load(self, store: SavedFiles, function: Callable[..., Any], form: Sequence[Any]) -> None:
         try:
             name, parts = self._name(form), self._parts()
-            self.used = UsedKeys(self._store, name, parts)
-            contents = self._store.find(name, parts, CALL)
+            self.used = UsedKeys(store, name, parts)
+            contents = store.find(name, parts, CALL)
             calls: Any = contents if isinstance(contents, Reason) else pickle.loads(contents)
             why = calls if isinstance(calls, Reason) else None
             for saved in calls if why is None else ():

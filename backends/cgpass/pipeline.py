@@ -40,7 +40,7 @@ from graphpass.regions.floats import FloatInputs, floats_as_tensors
 from graphpass.regions.padding import AtenGraph, ignores_numbers
 from graphpass.regions.split import Partition, partition, uncompiled_copy
 from graphpass.regions.symbols import graph_inputs
-from graphpass.report.records import CallableRecord, CompileSeconds
+from graphpass.report.records import LOADED, WARM_START, CallableRecord, CompileSeconds
 
 
 def backend(
@@ -89,7 +89,8 @@ def backend(
         Fallbacks(runtime, settings.on_fallback).report_late(dynamo.recompile_reason(), name)
     made = None
     if isinstance(traced.identity, GraphIdentity) and is_new:
-        made = saved.load(name, traced.identity, traced.appended, traced.side_effects, runtime, settings)
+        with runtime.ledger.timed(WARM_START, LOADED):
+            made = saved.load(name, traced.identity, traced.appended, traced.side_effects, runtime, settings)
         runtime.owned(CallableCache).add(traced.key, made)
     made = made or _captured(name, traced, runtime, settings, aliases)
     return traced.floats.moved_before(made)

@@ -6,12 +6,20 @@ import time
 from pathlib import Path
 
 from graphpass.cli.program import Result
+from graphpass.errors import OptionError
 from graphpass.report.drawing import Table, Text
 from graphpass.saved import SavedFile, SavedFiles, difference, environment
 
 
 def cache(action: str, directory: Path, days: float | None) -> Result:
     """List the files, verify that each can be used here, or remove those that cannot or are older than ``days``."""
+    if not directory.is_dir():
+        raise OptionError(
+            "there are no saved artifacts",
+            expected="the directory that warm_start names, after a start that has saved",
+            found=f"{directory}, which is {'no directory' if directory.exists() else 'not there'}",
+            remedy="name that directory, or start a model with warm_start first",
+        )
     files = list(SavedFiles(directory).files())
     found = {file: _why_unusable(file) for file in files}
     old = [file for file in files if days is not None and time.time() - file.modified_s > days * 86400]

@@ -11,8 +11,10 @@ from typing import Any
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.ledger import CountedReason, Ledger, Reason
 from graphpass.report.records import (
+    LOADED,
     TUNED,
     UNTUNED,
+    WARM_START,
     CallableRecord,
     CapturedGroup,
     CompileSeconds,
@@ -123,6 +125,7 @@ class Costs:
 
     callables: int = 0  #: graphs that Dynamo handed over
     loaded: int = 0  #: the graphs among them that were loaded from the directory of ``warm_start``
+    load_s: float = 0.0  #: seconds of reading that directory, whether or not it had what was asked for
     artifacts: int = 0  #: compiled artifacts
     compile_s: CompileSeconds = field(default_factory=CompileSeconds)  #: seconds of compiling, by phase
     graphs: int = 0  #: graphs captured
@@ -184,6 +187,7 @@ def runtime_figures(
         costs=Costs(
             callables=stats.callables,
             loaded=sum(record.is_loaded for record in callables),
+            load_s=ledger.rows(WARM_START, LOADED)[None].seconds,
             artifacts=stats.artifacts,
             compile_s=CompileSeconds(*map(sum, zip(*map(astuple, spent), strict=True))) if spent else CompileSeconds(),
             graphs=stats.captured,

@@ -95,6 +95,8 @@ class RegionId:
         return f"{self.callable}.{self.region}" if self.region else self.callable
 
 
+WARM_START, LOADED = "warm_start", "loaded"
+"""The subject and the event of reading what was saved."""
 TUNED, UNTUNED = "tuned", "untuned"
 """Event of a region that was tuned; its keys are (range of sizes, settings), and settings that are ``UNTUNED``.
 

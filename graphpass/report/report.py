@@ -388,6 +388,7 @@ def cost_parts(costs: Costs, *, with_pictures: bool) -> Iterator[Part]:
             f"{compile_s:.2f} s",
             f"{counted(costs.artifacts, 'artifact')} of {num_graphs}; {phases}",
         ),
+        *([("load", f"{costs.load_s:.2f} s", "reading warm_start")] if costs.load_s or costs.loaded else []),
         ("capture", f"{costs.capture_s:.2f} s", f"{counted(costs.graphs, 'graph')}, warm-ups included"),
         ("graph pool", _mib(costs.pool_bytes), "shared by all graphs" if costs.pool_bytes else "the CPU has none"),
         ("buffers", _mib(costs.buffer_bytes), "static inputs"),

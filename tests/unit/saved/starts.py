@@ -85,6 +85,7 @@ def start(kind: str, compiler: str, folder: Path) -> dict[str, Any]:
     return {
         "compiled": runtime.compiled(),
         "loaded": runtime.report().figures.costs.loaded,
+        "rows": [row[0] for row in runtime.report()["Costs"].rows],
         "frames": sum(counters["frames"].values()),
         "bits": hashlib.sha256(bits).hexdigest(),
         "notes": [str(note) for note in runtime.notes],
@@ -108,6 +109,7 @@ def assert_loaded(kind: str, saved: dict[str, Any], loaded: dict[str, Any]) -> N
     assert saved["compiled"] > saved["loaded"] == 0, kind
     assert loaded["loaded"] > loaded["compiled"] == 0, (kind, loaded["notes"])
     assert loaded["bits"] == saved["bits"], kind
+    assert "load" in loaded["rows"], "its seconds are a row of the costs"
     assert not loaded["frames"] or kind not in TRACE_NOTHING, (kind, loaded["notes"])
 
 

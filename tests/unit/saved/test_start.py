@@ -274,3 +274,12 @@ def test_the_command_lists_verifies_and_prunes(tmp_path: Path) -> None:
     assert [path.name for path in store.path.iterdir()] == [good]
     assert str(other) in shown.stdout
     assert run(app, ["cache", "verify", str(store.path)]).exit_code == 0
+
+
+@pytest.mark.parametrize("action", ["list", "verify", "prune"])
+def test_the_command_refuses_a_directory_that_is_not_there(tmp_path: Path, action: str) -> None:
+    (tmp_path / "file").write_text("")
+    for name, found in (("nowhere", "not there"), ("file", "no directory")):
+        shown = CliRunner().invoke(app, ["cache", action, str(tmp_path / name)])
+        assert shown.exit_code == 2
+        assert f"{name}, which is {found}" in " ".join(shown.output.split())
