@@ -143,7 +143,7 @@ def current_stream_of(device: torch.device) -> Any:
 
 def is_capturing_stream(device: torch.device | None) -> bool:
     """Whether the current stream of a device is under CUDA graph capture; False for devices that are no GPU."""
-    if device is None or device.type != "cuda":
+    if device is None or device.type != "cuda" or not torch.cuda.is_initialized():
         return False
     if device.index in (None, torch.cuda.current_device()):
         return bool(torch._C._cuda_isCurrentStreamCapturing())
