@@ -15,7 +15,7 @@ from graphpass.keys import CUDAGraphMode
 from graphpass.ledger import Reason
 from graphpass.options import Settings
 from graphpass.paddedinputs import PadRule
-from graphpass.regions.padding import CHECK_IF_DECLARED, PaddingProof, Verdict, prove_partition
+from graphpass.regions.padding import CHECK_IF_DECLARED, HIDE_PADDING, PaddingProof, Verdict, prove_partition
 from graphpass.regions.split import Partition
 
 _EXACT = "no padding suits this operation: keep the sizes few, or leave the operation out of the compiled model"
@@ -195,6 +195,8 @@ def _obstacle(size: Size, parts: Partition, proof: PaddingProof) -> tuple[str, s
         return "no proof covers it", _EXACT
     remedy = findings[0].remedy or _EXACT
     data_decides, by_option = all(finding.is_by_contents for finding in findings), remedy == CHECK_IF_DECLARED
+    if data_decides and any(finding.remedy == HIDE_PADDING for finding in findings):
+        return str(findings[0]), HIDE_PADDING
     if (data_decides or by_option) and not size.is_declared:
         remedy = f"declare the dimension ({_declaration(size.name, parts)})" + f" and {remedy}" * by_option
     if by_option or (data_decides and not size.is_declared):

@@ -23,7 +23,8 @@ CHECKED = Reason("the check found that padding changes results", "", is_expected
 NUMBER_IN_KEY = Reason(
     "a Python number is part of the key, which gets a graph after"
     f" {CALLS_OF_A_NUMBER} calls with the same number and sizes",
-    "pass the number as a tensor, or keep it in a buffer",
+    "pass the number as a tensor, or keep it in a buffer; where it is a size, pass a tensor that has it, and read its"
+    " shape (x.shape[0])",
 )
 BUSY = Reason(
     "another capture or forward of the runtime was under way",

@@ -155,8 +155,9 @@ class GraphSizes:
             layout = self.layouts[position]
             shape = [value_at(size, sizes) for size in layout.shape]
             strides = dense_strides(shape, layout.order)
-            expected = [*zip(layout.strides, strides, shape, strict=True), (layout.offset, 0, 2)]
-            for traced, actual, size in expected:
+            # The graph reads no offset of an input that is copied: only a symbol of its own needs a value.
+            offset = [(layout.offset, 0, 2)] if symbols_in([layout.offset]) - sizes.keys() else []
+            for traced, actual, size in [*zip(layout.strides, strides, shape, strict=True), *offset]:
                 unknown = symbols_in([traced]) - sizes.keys() - values.keys()
                 if size <= 1:
                     continue

@@ -156,6 +156,10 @@ class GraphRuntime:
         """Counts and costs so far of each region at each key that was captured."""
         return [use for wrapper in self._alive() for use in wrapper.uses()]
 
+    def __deepcopy__(self, _: Any) -> GraphRuntime:
+        """Itself: Dynamo runs the graphs of a compiled model for its copies, too."""
+        return self
+
     def suggested_sizes(self, limit: int | None = None) -> dict[str, list[int]]:
         """The sizes with the least padding for the calls so far, as ``capture_sizes`` takes them.
 

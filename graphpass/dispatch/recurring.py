@@ -100,7 +100,8 @@ class RecurringKeys:
         names = dict.fromkeys(field.name for field in fields if field.is_padded)
         self._padded_groups = [[i for i, field in enumerate(fields) if field.name == name] for name in names]
         self._keys: dict[tuple[tuple[int, ...], str], RecurringKey] = {}
-        self._calls_needed = CALLS_OF_A_NUMBER if any(field.is_number for field in fields) else 1
+        self._first_numbers: tuple[tuple[str, int], ...] | None = None  # of the first call that was counted
+        self._numbers_vary = False
 
     def key_of(self, real: tuple[int, ...], *, as_is: bool = False) -> RecurringKey:
         """The key for a call with these sizes, padded where padding is allowed and the graph admits the padded size."""
@@ -128,7 +129,10 @@ class RecurringKeys:
     def counted(self, key: RecurringKey) -> bool:
         """Count a call of a key without a graph; returns whether the key has had enough calls to be captured."""
         key.calls += 1
-        return key.calls > (0 if key.is_declared and self._at_once else self._calls_needed)
+        self._first_numbers = self._numbers_of(key) if self._first_numbers is None else self._first_numbers
+        self._numbers_vary |= self._numbers_of(key) != self._first_numbers
+        needed = CALLS_OF_A_NUMBER if self.numbers(key) else 1
+        return key.calls > (0 if key.is_declared and self._at_once else needed)
 
     def refusal(self, key: RecurringKey) -> Reason | None:
         """Why the key gets no graph; None while it may get one."""
@@ -144,7 +148,10 @@ class RecurringKeys:
         key.num_graphs = num_graphs
 
     def numbers(self, key: RecurringKey) -> tuple[tuple[str, int], ...]:
-        """(field, value) of the Python numbers in a key."""
+        """(field, value) of the Python numbers in a key; none as long as all calls have the same."""
+        return self._numbers_of(key) if self._numbers_vary else ()
+
+    def _numbers_of(self, key: RecurringKey) -> tuple[tuple[str, int], ...]:
         return tuple((field.name, size) for field, size in zip(self.fields, key.sizes, strict=True) if field.is_number)
 
     def recount(self, graphs_of: Callable[[BatchDescriptor], int]) -> None:

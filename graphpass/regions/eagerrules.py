@@ -285,7 +285,9 @@ def _matcher_of_name(name: str) -> OpMatcher:
         if function is not None:
             return _matcher_of_callable(function)
         namespace, _, rest = name.partition(".")
-        if operators.operator_packet(namespace, rest.partition(".")[0]) is None:
+        if operators.higher_order_operator(name) is not None:
+            namespace, rest = "higher_order", name
+        elif operators.operator_packet(namespace, rest.partition(".")[0]) is None:
             raise _unknown(name, dotted_names())
         name = f"{namespace}::{rest}"  # as graphs print it: mylib.attention.default
     namespace, _, rest = name.partition("::")

@@ -35,6 +35,10 @@ QUESTIONS = (
 )
 _MIB = 1 << 20
 _MOST_ROWS = 24
+_NOTHING_COMPILED = (
+    "Nothing was compiled or captured: it was not called yet, or its operations stand in functions that torch.compile"
+    " leaves to Python (TORCH_LOGS=graph_breaks names them)."
+)
 
 
 class Report:
@@ -59,7 +63,10 @@ class Report:
 
     def _parts(self, *, with_pictures: bool = True) -> Iterator[Part]:
         """Texts, tables and, if asked for, pictures in reading order."""
-        yield from problem_parts(self.problems)
+        figures = self.figures
+        yield from problem_parts(
+            self.problems, is_empty=not (figures.keys or figures.costs.artifacts or figures.kernels)
+        )
         yield from replay_parts(self.figures, with_pictures=with_pictures)
         yield from padding_parts(self.figures, with_pictures=with_pictures)
         yield from cost_parts(self.figures.costs, with_pictures=with_pictures)
@@ -159,11 +166,11 @@ def alike(callables: Iterable[CallableRecord]) -> list[list[CallableRecord]]:
 # -- what is slow or missing -------------------------------------------------------------------------------------------
 
 
-def problem_parts(problems: Sequence[Problem]) -> Iterator[Part]:
-    """The first question: one row for each problem."""
+def problem_parts(problems: Sequence[Problem], *, is_empty: bool) -> Iterator[Part]:
+    """The first question: one row for each problem; ``is_empty`` if nothing has been compiled or captured."""
     yield Heading(QUESTIONS[0])
     if not problems:
-        yield Text("Nothing that is known.")
+        yield Text(_NOTHING_COMPILED if is_empty else "Nothing that is known.")
     rows = tuple(
         (
             f"{problem.kind}: {problem.what}" if problem.kind != "note" else problem.what,

@@ -45,7 +45,14 @@ record), ``table`` (what each operator does) with its relations ``rearranging``,
 ``pointwise``, ``calls`` (what a rule sees), ``sizes`` and ``values``.
 """
 
-from graphpass.regions.padding.calls import CHECK_IF_DECLARED, DECLARE_MASK, OpCall, PaddingReason, PaddingRule
+from graphpass.regions.padding.calls import (
+    CHECK_IF_DECLARED,
+    DECLARE_MASK,
+    HIDE_PADDING,
+    OpCall,
+    PaddingReason,
+    PaddingRule,
+)
 from graphpass.regions.padding.interpreter import Interpretation, interpret
 from graphpass.regions.padding.program import AtenGraph
 from graphpass.regions.padding.proof import PaddingProof, mixing_of, padding_of, prove_partition
@@ -56,6 +63,7 @@ from graphpass.regions.padding.values import PaddedValue, PaddingFinding, Verdic
 __all__ = [
     "CHECK_IF_DECLARED",
     "DECLARE_MASK",
+    "HIDE_PADDING",
     "AtenGraph",
     "Interpretation",
     "OpCall",

@@ -14,6 +14,7 @@ import torch
 
 from graphpass.regions.padding.calls import (
     CHECK_IF_DECLARED,
+    HIDE_PADDING,
     MOVES,
     OpCall,
     PaddingReason,
@@ -67,14 +68,14 @@ def is_whole(index: PaddedValue, of_dim: Factors) -> bool:
     return index.factors[index.index.dim] == of_dim
 
 
-def by_contents(what: str, size: Size | None, *counting: PaddedValue) -> PaddingReason:
+def by_contents(what: str, size: Size | None, *counting: PaddedValue, remedy: str = "") -> PaddingReason:
     """A RUNTIME reason: only the contents of a call decide whether padding is read or written.
 
     Negative indices among ``counting`` count from the padded end of a dimension, and no contents make up for that.
     """
     if any(index.sign is Sign.UNKNOWN for index in counting):  # guard: proof_negative_index
         return PaddingReason(f"{what}, and a negative index counts from its end", size=size, remedy=COUNT_FROM_START)
-    return PaddingReason(what, verdict=Verdict.RUNTIME, size=size)
+    return PaddingReason(what, verdict=Verdict.RUNTIME, size=size, remedy=remedy)
 
 
 def check_order(call: OpCall, of_dim: Factors) -> None:
@@ -242,6 +243,13 @@ def _written(call: OpCall, value: PaddedValue, *reasons: PaddingReason) -> Padde
     return call.reached(call.carried(PaddedValue(value.factors), value), *reasons)
 
 
+def _hide_what_is_added(call: OpCall, source: object) -> str:
+    """The remedy where entries in padding are added to what others wrote, which a check never accepts."""
+    adds = call.name in ("index_add", "scatter_add") or call.argument("accumulate") or call.argument("reduce") == "sum"
+    places = call.places(source) if isinstance(source, PaddedValue) else []
+    return HIDE_PADDING if adds and not all(is_zero(source.pad_at(place)) for place in places) else ""
+
+
 def scatter(call: OpCall) -> PaddedValue:
     """``scatter``: in all dimensions except the written one, entry i goes to entry i."""
     value, index = call.tensor("self"), call.tensor("index")
@@ -256,7 +264,8 @@ def scatter(call: OpCall) -> PaddedValue:
     if size is None:
         return _written(call, value)
     check_order(call, value.factors[dim])
-    return _written(call, value, by_contents(f"data selects which entries of dimension {dim} are written", size))
+    what, remedy = f"data selects which entries of dimension {dim} are written", _hide_what_is_added(call, source)
+    return _written(call, value, by_contents(what, size, remedy=remedy))
 
 
 def index_add(call: OpCall) -> PaddedValue:
@@ -278,7 +287,7 @@ def index_add(call: OpCall) -> PaddedValue:
     check_order(call, of_dim)
     counting = [index] if call.name == "index_fill" and call.sizes.any_padded(of_dim) else []  # the others refuse -1
     what = f"data selects which entries of dimension {dim} are written"
-    return _written(call, result, by_contents(what, size, *counting))
+    return _written(call, result, by_contents(what, size, *counting, remedy=_hide_what_is_added(call, source)))
 
 
 def index_put(call: OpCall) -> PaddedValue:
@@ -308,7 +317,10 @@ def index_put(call: OpCall) -> PaddedValue:
     for dim in hit:
         check_order(call, value.factors[dim])
     counting = [index for dim, index in hit.items() if call.sizes.any_padded(value.factors[dim])]
-    return _written(call, value, by_contents("data selects the entries that are written", size, *counting))
+    remedy = _hide_what_is_added(call, values)
+    return _written(
+        call, value, by_contents("data selects the entries that are written", size, *counting, remedy=remedy)
+    )
 
 
 def _masked_put(call: OpCall, value: PaddedValue, values: PaddedValue, masks: Sequence[PaddedValue]) -> PaddedValue:
