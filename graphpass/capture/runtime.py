@@ -12,7 +12,7 @@ import logging
 import types
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -155,10 +155,6 @@ class GraphRuntime:
     def uses(self) -> list[RegionUse]:
         """Counts and costs so far of each region at each key that was captured."""
         return [use for wrapper in self._alive() for use in wrapper.uses()]
-
-    def __deepcopy__(self, _: Any) -> GraphRuntime:
-        """Itself: Dynamo runs the graphs of a compiled model for its copies, too."""
-        return self
 
     def suggested_sizes(self, limit: int | None = None) -> dict[str, list[int]]:
         """The sizes with the least padding for the calls so far, as ``capture_sizes`` takes them.
@@ -419,11 +415,20 @@ def runtime_of_compiler(compiler: Any) -> GraphRuntime:
     given = dynamo.backend_options(compiler).get("runtime")
     if given is not None:
         return _checked(given)
-    runtime: GraphRuntime | None = getattr(compiler, _ATTRIBUTE, None)
-    if runtime is None:
-        runtime = GraphRuntime()
-        setattr(compiler, _ATTRIBUTE, runtime)
-    return runtime
+    if not hasattr(compiler, _ATTRIBUTE):
+        setattr(compiler, _ATTRIBUTE, _Private(GraphRuntime()))
+    private: _Private = getattr(compiler, _ATTRIBUTE)
+    return private.runtime
+
+
+@dataclass(frozen=True, slots=True)
+class _Private:
+    """A runtime that no option names: Dynamo runs the graphs of such a compiled model for its deep copies, too."""
+
+    runtime: GraphRuntime
+
+    def __deepcopy__(self, _: Any) -> _Private:
+        return self
 
 
 def runtime_of(compiled: Any) -> GraphRuntime:
@@ -437,10 +442,10 @@ def runtime_of(compiled: Any) -> GraphRuntime:
         OptionError: it was compiled with another backend, has not run yet, or is not compiled.
     """
     for compiler in dynamo.compilers_of(compiled):
-        runtime = dynamo.backend_options(compiler).get("runtime") or getattr(compiler, _ATTRIBUTE, None)
-        if runtime is not None:
-            _checked(runtime).given_up.serves(dynamo.code_of(compiled))
-            return _checked(runtime)
+        if hasattr(compiler, _ATTRIBUTE) or dynamo.backend_options(compiler).get("runtime") is not None:
+            of_compiler = runtime_of_compiler(compiler)
+            of_compiler.given_up.serves(dynamo.code_of(compiled))
+            return of_compiler
     runtime = getattr(compiled, "runtime", None)
     if isinstance(runtime, GraphRuntime):
         return runtime

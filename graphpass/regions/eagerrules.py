@@ -285,8 +285,8 @@ def _matcher_of_name(name: str) -> OpMatcher:
         if function is not None:
             return _matcher_of_callable(function)
         namespace, _, rest = name.partition(".")
-        if operators.higher_order_operator(name) is not None:
-            namespace, rest = "higher_order", name
+        if operators.higher_order_operator(name.removeprefix("higher_order.")) is not None:
+            namespace, rest = "higher_order", name.removeprefix("higher_order.")
         elif operators.operator_packet(namespace, rest.partition(".")[0]) is None:
             raise _unknown(name, dotted_names())
         name = f"{namespace}::{rest}"  # as graphs print it: mylib.attention.default

@@ -142,6 +142,15 @@ def test_what_names_no_op_is_refused(op: object) -> None:
         matcher_of(op)
 
 
+@pytest.mark.parametrize(
+    "name", ["flex_attention", "higher_order.flex_attention", "torch.ops.higher_order.flex_attention"]
+)
+def test_a_higher_order_op_has_its_own_name_and_that_of_graphs(name: str) -> None:
+    graph = fx.Graph()
+    nodes = [graph.call_function(getattr(torch.ops.higher_order, op), ()) for op in ("flex_attention", "cond")]
+    assert list(map(matcher_of(name), nodes)) == [True, False]
+
+
 def test_one_string_is_not_a_list_of_ops() -> None:
     gm = fx.symbolic_trace(Calls(torch.add))
     with pytest.raises(PartitionError, match=r"splitting_ops=\['aten::add'\]"):
