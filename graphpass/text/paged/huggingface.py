@@ -21,7 +21,7 @@ from graphpass.errors import GraphpassError, OptionError
 from graphpass.ops import by_token, refuse_unserved, register_attention
 from graphpass.text.model import restored_on_error
 from graphpass.text.paged.cache import LayerMask, PagedLayer, PositionScale
-from graphpass.text.paged.op import NO_WINDOW, AttentionCall, PagedStep
+from graphpass.text.paged.op import GIVE_BACK, NO_WINDOW, AttentionCall, PagedStep
 
 HUGGING_FACE_NAME = "graphpass_paged"
 _HARMLESS = (
@@ -74,7 +74,7 @@ def paged_attention_of_layer(
         (query, key, value),
         scaling,
         what="paged attention takes the tokens of all requests in one row: input_ids and position_ids [1, tokens]",
-        remedy="concatenate the requests; the metadata says which tokens belong to which request",
+        remedy=f"{GIVE_BACK}; in steps of your own, concatenate the requests: the metadata says whose each token is",
     )
     is_causal = getattr(module, "is_causal", True) and kwargs.get("is_causal") is not False
     asked = {"attention_mask": attention_mask is not None, "dropout": bool(dropout), "is_causal=False": not is_causal}

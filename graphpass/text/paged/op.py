@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from graphpass.context import get_forward_context
+from graphpass.context import get_forward_context, is_forward_context_available
 from graphpass.errors import ContextError, ShapeError
 from graphpass.regions.padding import OpCall, PaddedValue, register_padding_rule
 from graphpass.text.paged.cache import LayerMask, LayerMemory, PagedKVCache, PagedLayer
@@ -16,6 +16,7 @@ from graphpass.text.paged.tables import TableLayout, Tables
 
 PAGED_ATTENTION = "graphpass::paged_attention"
 NO_WINDOW = -1
+GIVE_BACK = "if a CausalLM serves the model, `lm.close()` gives it back, and generate() takes it again"
 SCRATCH_SLOTS = "padded tokens of paged attention write to scratch slots alone"
 
 
@@ -192,6 +193,14 @@ def _paged_attention(
 
 
 def _step_in_context() -> PagedStep:
+    if not is_forward_context_available():
+        raise ContextError(
+            "a model whose attention is paged was called by itself",
+            expected="a step of CausalLM, or a call inside `with set_forward_context(...)`",
+            found="no forward context in this thread or task",
+            remedy=f"{GIVE_BACK}; around your own attention, pass attn_metadata=attention.build(requests, key) to "
+            "set_forward_context",
+        )
     metadata = get_forward_context().attn_metadata
     if not isinstance(metadata, PagedStep):
         raise ContextError(

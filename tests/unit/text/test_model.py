@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
 import torch
 
-from graphpass.errors import CaptureError, OptionError, ShapeError
+from graphpass.errors import CaptureError, ContextError, OptionError, ShapeError
 from graphpass.text import CausalLM, Generation, LoraAdapters, Request
 from graphpass.text.experts import HUGGING_FACE_NAME as EXPERTS_NAME
 from graphpass.text.model import ServedModel, fix_frequencies
@@ -92,6 +93,37 @@ def test_close_gives_the_model_back_and_it_can_be_captured_again(model: Any) -> 
     assert model.config is config
     with pytest.raises(CaptureError, match="mixes the tokens"):  # the former attention, over the tokens of all requests
         lm.manager.capture()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("way", ["__call__", "generate"])
+def test_a_plain_call_beside_a_living_server_says_how_to_make_it(model: Any, way: str, rows: int) -> None:
+    ids = torch.tensor([PROMPTS[0]] * rows)
+    given = {"attention_mask": torch.ones_like(ids), **({"max_new_tokens": 2} if way == "generate" else {})}
+
+    def plain() -> Any:
+        with torch.no_grad():
+            return getattr(model, way)(ids, **given)[0]
+
+    expected, own = plain(), own_tokens(model)
+    lm = CausalLM(model, **SIZES)
+    assert tokens(lm) == own
+    with pytest.raises((ContextError, ShapeError)) as error:
+        plain()
+    (remedy,) = re.findall(r"if a CausalLM serves the model, `(.*?)` gives it back", error.value.remedy)
+    eval(remedy, {"lm": lm})
+    torch.testing.assert_close(plain(), expected)
+    assert tokens(lm) == own
+    lm.close()
+
+
+def test_a_second_decoder_has_no_problem_of_our_own_operator() -> None:
+    """Dynamo makes a symbol of the scale, which differs from that of the first."""
+    for width in (8, 16):
+        model = llama(transformers.LlamaConfig(**{**TEXT, "head_dim": width}, attn_implementation=STOCK))
+        expected, lm = own_tokens(model), CausalLM(model, **SIZES)
+        assert tokens(lm) == expected
+        assert lm.report().problems == ()
 
 
 def test_another_model_of_the_same_config_is_not_affected(model: Any) -> None:
