@@ -24,7 +24,7 @@ from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.scope import CaptureScope, EnteredCallable, ReachedCall
 from graphpass.capture.settings import restoring
 from graphpass.capture.wrapper import CUDAGraphWrapper
-from graphpass.compat import dynamo, operators, trees
+from graphpass.compat import dynamo, operators, saving, trees
 from graphpass.compile import CompiledRegion, RegionTrace, Tuner
 from graphpass.context import ForwardContext, current_context, entered, without_context
 from graphpass.dispatch.recurring import RecurringKey
@@ -58,6 +58,7 @@ class CompiledGraph:
     side_effects: tuple[dynamo.SideEffect, ...]
 
 
+@saving.runs_compiled_ahead
 class GraphedCallable:
     """One graph of a model: ``g0``, ``g1``, ...
 
@@ -126,6 +127,18 @@ class GraphedCallable:
         changed = self._appended.changed()  # guard: attributes_layout
         args = self._appended.after(args)
         return self.call(args) if changed is None else self._changed(changed, args)
+
+    @classmethod
+    def serialize_compile_artifacts(cls, _: Any) -> bytes:
+        """Refuse to be saved by ``aot_compile``: graphs cannot leave their process."""
+        raise CaptureError(
+            "a callable with graphs cannot be saved by aot_compile",
+            expected="a function that runs in this process",
+            found=cls.__name__,
+            remedy="leave out save_compiled_function(); warm_start=DIR saves what torch.compile compiled",
+        )
+
+    deserialize_compile_artifacts = serialize_compile_artifacts
 
     def call(self, args: tuple[Any, ...]) -> Any:
         """Run with one argument for each of the partition's inputs."""

@@ -59,6 +59,9 @@ def simplifier(env: Any) -> Callable[[Any], Expression]:
     return simplified
 
 
+_HINT_OF_UNBACKED = 8192
+
+
 @dataclass(frozen=True, slots=True)
 class InputLayout:
     """The layout of one tensor input."""
@@ -100,7 +103,9 @@ class GraphSizes:
         values = [graph_input.value for graph_input in parts.inputs]
         env = symbolic.shape_env_of(values)
         simplified = simplifier(env)
-        hints = {symbol: int(hint) for symbol, hint in symbolic.hints_of(env).items()}
+        hints = _hints(
+            env, [simplified(n) for v in values if isinstance(v, torch.Tensor) for n in (*v.shape, *v.stride())]
+        )
         layouts = {
             position: _layout(graph_input, simplified, hints)
             for position, graph_input in enumerate(parts.inputs)
@@ -168,6 +173,13 @@ class GraphSizes:
                 elif value_at(traced, {**sizes, **values}) != actual:
                     return layout
         return {position: values[expression] for position, expression in self.numbers.items() if expression in values}
+
+
+def _hints(env: Any, numbers: Iterable[Expression]) -> dict[sympy.Symbol, int]:
+    """The value of each symbol in the traced call; for sizes marked as unbacked, which have none, different numbers."""
+    hints = {symbol: int(hint) for symbol, hint in symbolic.hints_of(env).items()}
+    unbacked = sorted(symbols_in(numbers) - hints.keys(), key=str)
+    return hints | {symbol: _HINT_OF_UNBACKED + number for number, symbol in enumerate(unbacked)}
 
 
 def _layout(graph_input: GraphInput, simplified: Callable[[Any], Expression], hints: Sizes) -> InputLayout:

@@ -410,8 +410,13 @@ def _existing(references: Iterable[weakref.ref[_Owned]]) -> list[_Owned]:
 # -- the runtime of a callable ----------------------------------------------------------------------------------------
 
 
-def runtime_of_compiler(compiler: Any) -> GraphRuntime:
-    """The runtime of one ``torch.compile``: from its options, else created at its first graph."""
+def runtime_of_compiler(compiler: Any | None) -> GraphRuntime:
+    """The runtime of one ``torch.compile``: from its options, else created at its first graph.
+
+    Without a compiler, where the backend is called outside of a frame, each graph has a runtime of its own.
+    """
+    if compiler is None:
+        return GraphRuntime()
     given = dynamo.backend_options(compiler).get("runtime")
     if given is not None:
         return _checked(given)

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -34,6 +34,7 @@ _META = frozenset({"example_value", "val", "stack_trace", "custom", "unbacked_bi
 _NONCE = (f"graphpass-{os.getpid()}-{number}" for number in itertools.count())
 _ADDRESS = re.compile(r"(?<=, )\d+(?=\), type=|\)$)|\b0x[0-9a-f]+")
 """In the code of a guard: what an identity is compared with, and the address of an object."""
+_Kind = TypeVar("_Kind")
 _CAN_SAVE = "_functorch.config.bundled_autograd_cache"
 
 
@@ -154,6 +155,14 @@ def loads(data: bytes) -> Any:
 
 
 # -- calls that Dynamo has traced -----------------------------------------------------------------------------------
+
+
+def runs_compiled_ahead(kind: type[_Kind]) -> type[_Kind]:
+    """Declare to ``torch.compile(...).aot_compile`` that it may run callables of this class."""
+    from torch._dynamo.aot_compile_types import SerializableCallable
+
+    SerializableCallable.register(kind)
+    return kind
 
 
 class Recorded(BaseException):

@@ -560,7 +560,7 @@ def infinities_of(call: OpCall, rule: PaddingRule | None, value: PaddedValue) ->
     numbers = [number for number in call.arguments.values() if isinstance(number, float) and is_extreme(number)]
     if call.asks_independence or value.dtype is None or not (numbers or any(map(is_extreme, held))):
         return None
-    if rule is entry_by_entry:
+    if rule is entry_by_entry and not isinstance(call.result, tuple):
         found = real_entries(call)
     elif rule is softmax:
         found = weight_of(call.name, *held)
