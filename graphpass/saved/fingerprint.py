@@ -193,13 +193,15 @@ def code_of(function: Any) -> str:
     bound = "" if owner is None or inspect.ismodule(owner) else f" of {brief(owner)}"
     if not isinstance(code, types.CodeType):  # the class of functions has a descriptor
         return _named(function) + bound
-    held = [[brief(value) for value in _contents(cell) if value is not inner] for cell in inner.__closure__ or ()]
+    held = [
+        [brief(value) for value in contents_of_cell(cell) if value is not inner] for cell in inner.__closure__ or ()
+    ]
     defaults = [*map(brief, inner.__defaults__ or ()), brief(inner.__kwdefaults__)]
     shown = hashlib.sha256(f"{_code_text(code)} {held} {defaults}".encode()).hexdigest()
     return f"{_named(inner)} #{shown[:16]}{bound}"
 
 
-def _contents(cell: types.CellType) -> list[Any]:
+def contents_of_cell(cell: types.CellType) -> list[Any]:
     """What a variable of an enclosing function holds; nothing before it is set."""
     try:
         return [cell.cell_contents]
@@ -307,7 +309,7 @@ def reached(functions: Iterable[Any]) -> str:
         if id(function) in found or code is None:
             continue
         found[id(function)] = function
-        held = [("", value) for cell in function.__closure__ or () for value in _contents(cell)]
+        held = [("", value) for cell in function.__closure__ or () for value in contents_of_cell(cell)]
         if not _is_own(function):  # a wrapper of torch: its cells hold the user's code, and flags of this process
             todo += [item for _, value in held for item in _code_in(value)]
             continue

@@ -17,6 +17,7 @@ from graphpass.saved.fingerprint import (
     Parts,
     brief,
     class_digests,
+    contents_of_cell,
     is_of_torch,
     is_own_module,
     items_of,
@@ -73,10 +74,13 @@ def assumed(
     variables = _variables(names, [importlib.import_module(name) for name in modules], values.values())
     parts = {f"the value of {at}": _read(value, digest_of, at in whole) for at, value in values.items()}
     parts |= {f"the variable {at}": brief(value) for at, value in variables.items()}  # guard: saved_variables
+    held = dict[str, Any]()
     for at, value in values.items():
-        present = [name for name in names if name in _attributes(value)]
+        attributes = _attributes(value)
+        present = {name: attributes[name] for name in names if name in attributes}
         parts |= {f"names in {at}": " ".join(present)} if present else {}  # guard: saved_names
-    return parts | _identities({**values, **variables})  # guard: saved_identities
+        held |= {f"{at}.{name}": item for name, item in (*present.items(), *_items(value))}
+    return parts | _identities({**values, **variables, **held})  # guard: saved_identities
 
 
 def _read(value: Any, digest_of: Callable[[type], str], is_whole: bool) -> str:
@@ -118,11 +122,23 @@ def _attributes(value: Any) -> Mapping[str, Any]:
         return {}
     held = dict(getattr(value, "__dict__", {}))
     slots = [name for base in type(value).__mro__ for name in _slots(base)]
-    held |= {name: None for name in slots if hasattr(value, name)}
+    held |= {name: getattr(value, name) for name in slots if hasattr(value, name)}
     if is_module:
         parameters, buffers = nnmodules.tensor_dicts(value)
         held = {**held, **parameters, **buffers, **nnmodules.child_dict(value)}
     return held
+
+
+def _items(value: Any) -> list[tuple[str, Any]]:
+    """What a container, a class or a function holds; Dynamo guards only one of the ways to an object."""
+    if isinstance(value, types.FunctionType):
+        cells = [item for cell in value.__closure__ or () for item in contents_of_cell(cell)]
+        value = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *cells]
+    if isinstance(value, type):
+        value = {} if is_of_torch(value) else dict(vars(value))
+    if isinstance(value, dict):
+        return [(str(number), item) for number, item in enumerate(value.values())]
+    return [(str(number), item) for number, item in enumerate(value)] if isinstance(value, (list, tuple)) else []
 
 
 def _slots(base: type) -> Iterable[str]:

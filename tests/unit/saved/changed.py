@@ -254,6 +254,16 @@ def _(self: Any, x: torch.Tensor) -> torch.Tensor:
     return x * (3.0 if self.a is self.b else 2.0)
 
 
+def one_of_two_places(model: Any, is_changed: bool) -> None:
+    model.a = Box(by=2.0)
+    PLACE.one = Box(by=2.0) if is_changed else model.a
+
+
+@reads("an object to which one way is guarded", one_of_two_places)
+def _(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * (3.0 if PLACE.one is self.a else 2.0)
+
+
 def one_module(model: Any, is_changed: bool) -> None:
     model.a = linear()
     model.b = model.a if is_changed else linear()
