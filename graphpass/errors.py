@@ -124,6 +124,11 @@ class DeviceError(GraphpassError, RuntimeError):
     """Tensors are on a combination of devices that one callable does not support."""
 
 
+def named(called: object) -> str:
+    """A callable for an error: the name of a function, the class of a module."""
+    return getattr(called, "__qualname__", None) or type(getattr(called, "_orig_mod", called)).__qualname__
+
+
 def did_you_mean(name: str, known: Iterable[str], *, otherwise: str) -> str:
     """A remedy that suggests up to three names of ``known`` that resemble ``name``; ``otherwise`` if none does."""
     close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)

@@ -6,8 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
+
 from cgpass.outputs import GraphOutputs
 from cgpass.sizes import GraphSizes, Size, symbols_in
+from graphpass.compat import symbolic
 from graphpass.compile import RegionTrace
 from graphpass.dispatch.recurring import RecurringKeys
 from graphpass.errors import CaptureError
@@ -15,7 +18,14 @@ from graphpass.keys import CUDAGraphMode
 from graphpass.ledger import Reason
 from graphpass.options import Settings
 from graphpass.paddedinputs import PadRule
-from graphpass.regions.padding import CHECK_IF_DECLARED, HIDE_PADDING, PaddingProof, Verdict, prove_partition
+from graphpass.regions.padding import (
+    CHECK_IF_DECLARED,
+    DECLARE_MASK,
+    HIDE_PADDING,
+    PaddingProof,
+    Verdict,
+    prove_partition,
+)
 from graphpass.regions.split import Partition
 
 _EXACT = "no padding suits this operation: keep the sizes few, or leave the operation out of the compiled model"
@@ -196,12 +206,24 @@ def _obstacle(size: Size, parts: Partition, proof: PaddingProof) -> tuple[str, s
     remedy = findings[0].remedy or _EXACT
     data_decides, by_option = all(finding.is_by_contents for finding in findings), remedy == CHECK_IF_DECLARED
     if data_decides and any(finding.remedy == HIDE_PADDING for finding in findings):
-        return str(findings[0]), HIDE_PADDING
+        return str(findings[0]), HIDE_PADDING.replace(DECLARE_MASK, _under_mask(size, parts))
     if (data_decides or by_option) and not size.is_declared:
         remedy = f"declare the dimension ({_declaration(size.name, parts)})" + f" and {remedy}" * by_option
     if by_option or (data_decides and not size.is_declared):
         remedy += ": it is then padded, and checked"
-    return str(findings[0]), remedy
+    return str(findings[0]), remedy.replace(DECLARE_MASK, _under_mask(size, parts))
+
+
+def _under_mask(size: Size, parts: Partition) -> str:
+    """:data:`DECLARE_MASK` with the mask that the graph has of a size."""
+    masks = [
+        given.shown
+        for given in parts.inputs
+        if "mask" in given.shown
+        and isinstance(given.value, torch.Tensor)
+        and size.symbol in map(symbolic.expression_of, given.value.shape)
+    ]
+    return f"under {masks[0]}, declared with padding={{{masks[0]!r}: 0}}" if masks else DECLARE_MASK
 
 
 def _declaration(field: str, parts: Partition) -> str:

@@ -23,7 +23,7 @@ from graphpass.capture.pool import PoolLease
 from graphpass.capture.scope import CaptureScope, CaptureScopes
 from graphpass.capture.settings import frozen_objects
 from graphpass.compat import dynamo
-from graphpass.errors import OptionError
+from graphpass.errors import OptionError, named
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.ledger import Ledger, Reason
 from graphpass.report import Problem, Report
@@ -457,7 +457,7 @@ def runtime_of(compiled: Any) -> GraphRuntime:
     raise OptionError(
         "this callable has no graphpass runtime",
         expected="a callable compiled with backend='cgpass' that has run once, or options with runtime=GraphRuntime()",
-        found=next((str(why) for why in GivenUpFunctions().serves(dynamo.code_of(compiled))), repr(compiled)[:200]),
+        found=next((str(why) for why in GivenUpFunctions().serves(dynamo.code_of(compiled))), named(compiled)),
         remedy="call it once first, or pass options=cgpass.options(runtime=...) to torch.compile; "
         "if it has run, Dynamo compiled no graph of it: TORCH_LOGS=graph_breaks says why, and for an RNN, GRU or LSTM "
         f"{dynamo.ALLOW_RNN}",

@@ -20,7 +20,7 @@ from graphpass.capture.outputs import fill_with_sentinel
 from graphpass.capture.staging import distinct_elements, storage_id
 from graphpass.compat import dynamo, operators, trees
 from graphpass.context import current_context
-from graphpass.errors import CaptureError
+from graphpass.errors import CaptureError, named
 
 _HOST_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _UNDEFINED_CONTENTS = frozenset(
@@ -288,7 +288,7 @@ class TapeDevice:
         """Call a region's runnable inside :meth:`warm_up` or :meth:`record`; compiled code is one step of the tape."""
         if dynamo.is_dynamo_compiled(runnable):
             raise CaptureError(
-                f"a compiled callable cannot be captured on the CPU tape ({runnable!r})",
+                f"a compiled callable cannot be captured on the CPU tape ({named(runnable)})",
                 expected="a plain callable, or a region that the cgpass backend compiled",
                 found="a torch.compile'd callable, which Dynamo skips while ops are being recorded",
                 remedy="compile with torch.compile(model, backend='cgpass') instead of wrapping the compiled callable",

@@ -30,6 +30,7 @@ from graphpass.regions.analysis import (
 from graphpass.regions.eagerrules import SplitRule, read_by_storage, reshapes_in_place
 from graphpass.regions.execute import argument_storages, storages_of, tensors_in, value_of, values_at
 from graphpass.regions.names import CALLED, display_name, names_of
+from graphpass.report.drawing import listed
 
 _OUTSIDE = "enter the mode around the call of the compiled model, not inside the model"
 
@@ -106,7 +107,8 @@ def _spread_over_spans(body: Sequence[fx.Node], reasons: dict[fx.Node, tuple[Spl
         inside = [node for node in span if reasons.get(node)]
         if not any(node in reasons for node in span):
             continue
-        why = f"{_listed(inside)} inside {display_name(span[0])} ... {display_name(span[-1])}"
+        names = dict.fromkeys(display_name(node) for node in inside)
+        why = f"{listed(names)} inside {display_name(span[0])} ... {display_name(span[-1])}"
         for node in span:
             reasons.setdefault(node, ())
         reasons[span[0]] = (*reasons[span[0]], SplitReason("mode pair", why, remedy=_OUTSIDE))

@@ -22,6 +22,8 @@ REAL_SIZE = "graphpass_real_size"
 _LOCAL = re.compile(r"L\['(\w+)'\]")
 _OF_A_TENSOR = re.compile(r"\.(size|stride|storage_offset)\(\)")
 _POSITIONAL = re.compile(r"L\['args'\]\[\d+\]")
+_AT_A_BREAK = "___stack", "value_at_break_"
+"""Dynamo's name of what the call at a graph break left to the rest of its function, and the one that reports show."""
 _OF_A_MODULE = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
 _NTH_KEY = re.compile(r"list\(dict\.keys\((?:(?!list\().)*?\)\)\[(\d+)\]")
 
@@ -61,13 +63,18 @@ def graph_inputs(graph: fx.Graph, exchanged: Collection[fx.Node] = ()) -> tuple[
             dynamo.is_static_address(node) and node not in exchanged,
             value_of(node),
             dynamo.marked_dims(node),
-            _label(dynamo.source_text(node) or ""),
+            _label(_source_text(node) or ""),
             REAL_SIZE in node.meta,
             node in exchanged,
         )
         for node in graph.nodes
         if node.op == "placeholder"
     )
+
+
+def _source_text(node: fx.Node) -> str | None:
+    text = dynamo.source_text(node)
+    return None if text is None else text.replace(*_AT_A_BREAK)
 
 
 def _label(source: str) -> str:
@@ -86,7 +93,7 @@ def _source_name(node: fx.Node) -> str | None:
 
     ``args[0]`` for a positional argument of a function that takes any.
     """
-    text = dynamo.source_text(node)
+    text = _source_text(node)
     if text is None:
         return None if node.meta.keys() & {"grapharg", REAL_SIZE} else str(node.target).lstrip("*")
     if _POSITIONAL.fullmatch(text):

@@ -25,10 +25,7 @@ from graphpass.regions.padding.values import (
 )
 
 CHECK_IF_DECLARED = "set padding_check='declared'"
-DECLARE_MASK = (
-    "under a mask argument, and declare what the mask holds there (padding={'mask': 0}); a mask that the model "
-    "computes, from lengths for example, cannot be declared: pass it as an argument"
-)
+DECLARE_MASK = "under a mask that is an argument, not one that the model computes, declared with padding={'mask': 0}"
 HIDE_PADDING = f"hide the padding from it {DECLARE_MASK}"
 MAKE_FINITE = (
     "keep the padding finite: bound the divisor (x / norm.clamp(min=1e-6)), or replace what is not"

@@ -171,7 +171,7 @@ REMEDIES: dict[str, Remedy] = {
         pooled_by_lengths,
         LENGTHS,
         "is not padded",
-        "a mask that the model computes, from lengths for example, cannot be declared: pass it",
+        "a mask that is an argument, not one that the model computes",
         {"dynamic_dims": {"x": {1: "seq"}}},
         pooled_by_mask,
         [(x, (torch.arange(x.shape[1]) < count[:, None]).to(x.dtype)) for x, count in LENGTHS],

@@ -1,0 +1,94 @@
+"""What reports and errors call things: the names that the user has, and no more words than it takes."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphpass as gp
+from graphpass.errors import OptionError
+from tests.unit.cgpass.attended import Make
+
+
+def pooled(x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    return x.mean(1) + attention_mask.sum(1, keepdim=True)
+
+
+def pooled_under_the_mask(x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    shown = attention_mask[..., None]
+    return (x * shown).sum(1) / shown.sum(1) + attention_mask.sum(1, keepdim=True)
+
+
+def lengths(*sizes: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(torch.randn(2, n, 6), torch.ones(2, n)) for n in sizes]
+
+
+def test_a_mask_is_named_as_the_argument_is(compiled: Make) -> None:
+    fast = compiled(pooled, dynamic=True)
+    fast.serve(lengths(5, 6, 7))
+    remedy = fast.problem("is not padded").remedy
+    (declared,) = re.findall(r"padding=(\{.*?\})", remedy)
+    padding = ast.literal_eval(declared)
+    assert padding == {"attention_mask": 0}
+    options: dict[str, Any] = {"dynamic_dims": {"x": {1: "seq"}}, "capture_sizes": {"seq": [8]}, "padding": padding}
+    remedied = compiled(pooled_under_the_mask, dynamic=True, **options)
+    assert remedied.serve(lengths(5, 6, 7), passes=2) == 3
+    assert remedied.padded_sizes["seq"]
+
+
+def test_images_are_told_of_masks_in_few_words(compiled: Make) -> None:
+    fast = compiled(lambda images: images.mean((2, 3)), dynamic=True)
+    fast.serve([(torch.randn(2, 3, n, n + 1),) for n in (8, 9, 10)])
+    remedies = {problem.remedy for problem in fast.problems if "is not padded" in problem.what}
+    assert remedies
+    assert max(len(remedy.split()) for remedy in remedies) <= 25
+
+
+def test_a_span_of_a_mode_names_its_first_operators(compiled: Make) -> None:
+    names = ["sin", "cos", "tan", "exp", "log", "sqrt", "tanh", "sigmoid", "relu", "abs", "neg", "round", "floor"]
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            for name in names:
+                x = getattr(torch, name)(x)
+            return x + 1
+
+    listed_ops = [f"aten::{name}" for name in names]
+    fast = compiled(model, fullgraph=True, splitting_ops=listed_ops)
+    fast(torch.rand(4, 6))
+    reasons = [str(reason) for record in fast.rt.callables() for region in record.regions for reason in region.reasons]
+    (pair,) = [reason for reason in reasons if "inside" in reason]
+    assert "torch.sin, torch.cos, torch.tan, torch.exp and 9 more inside" in pair
+
+
+class AfterABreak(nn.Module):
+    """The call at the break returns several tensors, and the rest of the line takes them off Dynamo's stack."""
+
+    def apart(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        torch._dynamo.graph_break()
+        return x, x + 1, x * 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.apart(x.sin())
+        return parts[2].mean(0) + parts[0].sum(0)
+
+
+def test_a_value_at_a_graph_break_has_a_name(compiled: Make) -> None:
+    fast = compiled(AfterABreak(), dynamic=True)
+    fast.serve([(torch.randn(n, 6),) for n in (3, 4, 5)])
+    assert fast.problem("is not padded").what.startswith("value_at_break_0[2][0] is not padded")
+    assert "___stack" not in str(fast.rt.report())
+
+
+def test_an_error_names_the_class_of_a_module() -> None:
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    compiled: Callable[..., Any] = torch.compile(model, backend="cgpass")
+    with pytest.raises(OptionError) as raised:
+        gp.runtime_of(compiled)
+    assert raised.value.found == "Sequential"
