@@ -36,6 +36,12 @@ if TYPE_CHECKING:
 #: what a wrapper counts for its region, in the ledger
 WRAPPER_EVENTS = ("warmed", "captured", "replayed")
 _ATTRIBUTE = "graphpass_runtime"
+_OF_MODES = ("dispatch key", "grad_mode", "inference", "requires_grad")  # in guards
+_SAME_MODE = "create all inputs and make all calls under torch.inference_mode(), or none"
+_AFTER_A_CHANGE = (
+    "capture again with each value before it serves (capture(), precapture(), or a call); keep a Python number that"
+    " changes in a buffer"
+)
 _MANY = 8  # compilations of one function: the default of torch._dynamo.config.recompile_limit
 
 _Owned = TypeVar("_Owned")
@@ -371,12 +377,8 @@ class GraphRuntime:
         if self._retraced_for:
             text += f" (the first time because this did not hold: {self._retraced_for})"
         if is_late and reason:  # without one, two threads have compiled their first calls at once
-            self.warn(
-                f"{text}: a call in serving is of another kind than in capture",
-                "create all inputs and make all calls under torch.inference_mode(), or none; keep a Python number that "
-                "changes in a buffer (TORCH_LOGS=recompiles names it)",
-                at=name,
-            )
+            remedy = _SAME_MODE if any(word in (self._retraced_for or "") for word in _OF_MODES) else _AFTER_A_CHANGE
+            self.warn(f"{text}: a call in serving is of another kind than in capture", remedy, at=name)
         else:
             self.note(text, at=name)
 
