@@ -7,7 +7,6 @@ outputs. This module neither changes the model's arguments nor reads its results
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from graphpass.compat import dynamo, symbolic, trees
 from graphpass.errors import CaptureError, OptionError
 from graphpass.keys import CUDAGraphMode
 from graphpass.options import Fallbacks, Settings
+from graphpass.options import options as validated
 from graphpass.progress import capture_progress
 from graphpass.regions.symbols import key_symbols
 from graphpass.report import Report
@@ -201,15 +201,14 @@ def _graphed(model: Callable[..., Any], options: Mapping[str, Any]) -> GraphedMo
 
 def _check_options(options: Mapping[str, Any]) -> None:
     """Validate the options now instead of at the first call."""
-    backend = dynamo.registered_backend(_BACKEND)
-    if backend is None:
+    if dynamo.registered_backend(_BACKEND) is None:
         raise OptionError(
             f"torch.compile knows no backend {_BACKEND!r}",
             expected="an installed distribution of graphpass, or the backend imported",
             found="neither",
             remedy=f"import {_BACKEND}",
         )
-    importlib.import_module(backend.__module__.partition(".")[0]).options(**options)
+    validated(**options)
 
 
 # -- capture before the first request ----------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ A call is loaded only where the model, the code that was traced and what it read
 
 from __future__ import annotations
 
-import importlib
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,6 +40,15 @@ from graphpass.saved import (
     sources,
     text_of,
 )
+
+_GRAPHS: dict[str, type] = {}
+"""{backend: the class of what it saves and loads of graphs, one for each runtime}."""
+
+
+def register_graphs(backend: str, kind: type) -> None:
+    """Name the class of what a backend saves and loads of graphs; see ``SavedGraphs`` of cgpass."""
+    _GRAPHS[backend] = kind
+
 
 _SEE_SAVED = "see docs/guides/starting.md for what can be saved"
 
@@ -209,10 +217,9 @@ class SavedCalls:
 
     def _graphs(self) -> Any:
         """What the backend has saved and loaded for the runtime."""
-        backend = dynamo.registered_backend(self._backend)
-        assert backend is not None, "the options were validated by the backend"
-        package = backend.__module__.partition(".")[0]
-        return self._runtime.owned(importlib.import_module(f"{package}.saved").SavedGraphs)
+        is_there = dynamo.registered_backend(self._backend) is not None  # it registers its part when it is imported
+        assert is_there, "the options were validated by the backend"
+        return self._runtime.owned(_GRAPHS[self._backend])
 
     @property
     def _runtime(self) -> GraphRuntime:

@@ -39,6 +39,7 @@ from graphpass.saved import (
     implementations,
     text_of,
 )
+from graphpass.savedcalls import register_graphs
 
 _SEE_SAVED = "see docs/guides/starting.md for what can be saved"
 
@@ -299,3 +300,6 @@ def _loaded(contents: bytes | Reason) -> Any:
 def note_missed(runtime: GraphRuntime, name: str, why: Reason) -> None:
     """Add to the report why something is not loaded; only a damaged or foreign file is a problem."""
     runtime.ledger.note(replace(why, why=f"not loaded: {why.why}"), at=name, is_problem=not why.is_expected)
+
+
+register_graphs("cgpass", SavedGraphs)

@@ -79,7 +79,7 @@ def assumed(
         attributes = _attributes(value)
         present = {name: attributes[name] for name in names if name in attributes}
         parts |= {f"names in {at}": " ".join(present)} if present else {}  # guard: saved_names
-        held |= {f"{at}.{name}": item for name, item in (*present.items(), *_items(value))}
+        held |= {f"{at}.{name}": item for name, item in (*present.items(), *_items(value))}  # guard: saved_ways
     return parts | _identities({**values, **variables, **held})  # guard: saved_identities
 
 
