@@ -20,7 +20,7 @@ from torch import fx
 
 from graphpass.compat import saving, symbolic
 from graphpass.compat.nnmodules import LIBRARIES
-from graphpass.compat.operators import torch_attribute
+from graphpass.compat.operators import torch_attribute, written_node
 from graphpass.ledger import Reason
 
 _SOURCE = "graphpass_source"
@@ -445,7 +445,13 @@ def _keeps_tensor(effects: Any, owner: Any, value: Any) -> bool:
 
         VariableTracker.visit(look, waiting.pop())
     root = _source_name(owner).partition("]")[0]  # L['model'
-    return any(not root or _source_name(tensor).partition("]")[0] != root for tensor in found)
+    return any(not root or _own_name(tensor).partition("]")[0] != root for tensor in found)
+
+
+def _own_name(tensor: Any) -> str:
+    """The source of a tensor, or of the one that an operator such as ``+=`` has written to and returned."""
+    argument = written_node(tensor.as_proxy().node).meta.get("grapharg")
+    return _source_name(tensor) or (_source_name(argument) if argument is not None else "")
 
 
 def _source_name(variable: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.autograd.profiler
+from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from graphpass.errors import CaptureError
@@ -106,6 +107,16 @@ _OF_TORCH = (
     "mkldnn",
     "onednn",
 )
+
+
+def written_node(node: fx.Node) -> fx.Node:
+    """The node whose tensor an operator in place such as ``+=`` has written to and returned; else the node itself."""
+    while node.target in _IN_PLACE and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+_IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
 
 
 def is_mutable(op: torch._ops.OpOverload) -> bool:

@@ -303,6 +303,37 @@ def test_a_tensor_of_the_model_itself_may_be_stored() -> None:
     assert model.active is model.child.weight
 
 
+def add_in_place(model: Keeps, x: torch.Tensor) -> None:
+    x += 1
+    model.kept = x
+
+
+@pytest.mark.parametrize("mode", ["NONE", "FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_a_buffer_that_counts_with_an_operator_in_place_is_served(mode: str, compiler: str) -> None:
+    """``self.total += 1`` stores what it has written to: the buffer itself."""
+
+    def counts(model: Keeps, _: torch.Tensor) -> None:
+        model.total += 1
+        model.total *= 2
+
+    def total_of(steps: int) -> float:
+        return 0.0 if not steps else (total_of(steps - 1) + 1) * 2
+
+    model = Keeps(counts).eval()
+    model.register_buffer("total", torch.zeros(WIDTH))
+    buffer = model.total
+    manager = captured(model, mode, compiler=compiler)
+    for step, size in enumerate((3, 8, 1, 3, 10, 8)):
+        torch.testing.assert_close(buffer, torch.full((WIDTH,), total_of(step)))
+        run(manager, rows(size))
+        assert model.total is buffer
+
+
+def test_an_argument_that_was_written_to_in_place_is_not_kept() -> None:
+    assert "the attribute 'kept'" in refused("stores a tensor in a Python object", Keeps(add_in_place)).found
+
+
 def test_python_that_only_some_sizes_run_has_its_effect_there() -> None:
     """The first run, at the largest size, has no side effect."""
 
