@@ -124,7 +124,11 @@ class CallForms:
         """Whether such a call has the result that was saved with it, where it was loaded; see :class:`SavedCalls`."""
         args, kwargs = self._positional_first(args, kwargs)
         form, given = (len(args), *kwargs), (*args, *kwargs.values())
-        return self._saved.gives_saved_bits(form, given, lambda: self._call(args, kwargs))
+        return self._saved.gives_saved_bits(
+            form,
+            given,
+            lambda *values: self._call(values[: len(args)], dict(zip(kwargs, values[len(args) :], strict=True))),
+        )
 
     def _positional_first(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]

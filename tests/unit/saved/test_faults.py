@@ -309,6 +309,18 @@ def test_other_bits_than_those_that_were_saved_are_noticed(saved: Path, tmp_path
         assert (fast.runtime.compiled() > 0) == is_noticed
 
 
+def test_an_example_of_zeros_hides_no_other_bits(tmp_path: Path) -> None:
+    for is_noticed in (False, True):
+        torch.compiler.reset()
+        fast = gp.graphed(of.bent, [4], {"x": 0}, compiler="eager", progress=False, warm_start=tmp_path / "starts")
+        fast.capture(torch.zeros(4, of.INPUTS))
+        torch.testing.assert_close(fast(example()), of.bent(example()))
+        assert any("other bits" in note for note in fast.runtime.notes) == is_noticed
+        for path in of_kind("graph")(tmp_path / "starts"):
+            contents = path.read_bytes().split(b"\n", 2)[2]
+            rewritten(path, contents.replace(struct.pack(">d", 0.5), struct.pack(">d", 0.75)))
+
+
 def test_the_directory_is_of_ones_own(tmp_path: Path) -> None:
     os.chmod(tmp_path, 0o777)
     with pytest.raises(gp.GraphpassError, match="written by others"):
