@@ -37,7 +37,7 @@ from graphpass.engine.recipe import (
     result_buffers,
 )
 from graphpass.engine.uncompiled import ProvedUncompiled, proved_uncompiled
-from graphpass.errors import CaptureError, ContextError, OptionError
+from graphpass.errors import CaptureError, ContextError, OptionError, did_you_mean
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.ladder.modelstate import (
     ModelState,
@@ -58,6 +58,7 @@ _LEAST_SYMBOLIC = 2
 _SMALL_BYTES = 1 << 20
 _LEARNED_AT = 7  # tokens of the first run where every key has one; parts of two would have sizes without a symbol
 _PYTHON_AROUND = Reason("Python code of the model runs before or after its graph", "remove the graph break")
+_NO_DEFAULT = inspect.Parameter.empty
 _NO_HOOKS = contextlib.nullcontext()
 
 
@@ -412,6 +413,9 @@ class Model:
             self.compiled(**inputs.arguments)
         except EnteredCallable as entered:
             return [ReachedCall(entered.reached, entered.args, (), None)]
+        except TypeError as error:
+            _refuse_names(self._model, list(inputs.arguments), error)
+            raise
         finally:
             scope.stops_at_entry = False
         return []
@@ -566,3 +570,21 @@ def _not_with_offloading(found: str, expected: str) -> OptionError:
         found=found,
         remedy="use the expected model or option, or run the model without an offloader",
     )
+
+
+def _refuse_names(model: Any, names: list[str], error: TypeError) -> None:
+    """Raise an error that names the inputs if a call of the model with keywords of these names cannot work."""
+    signature = inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model)
+    try:
+        signature.bind(**dict.fromkeys(names))
+    except TypeError as unfit:
+        needed = [name for name, one in signature.parameters.items() if one.kind is not one.VAR_KEYWORD]
+        missing = [name for name in needed if name not in names and signature.parameters[name].default is _NO_DEFAULT]
+        unknown = [name for name in names if name not in needed]
+        declared = f"declare {missing[0]!r} with an InputSpec of that name" if missing else "leave it out"
+        raise OptionError(
+            "the declared inputs are not the arguments of the model",
+            expected=", ".join(needed),
+            found=f"{', '.join(names)}: {unfit}",
+            remedy=did_you_mean(unknown[0], needed, otherwise=declared) if unknown else declared,
+        ) from error

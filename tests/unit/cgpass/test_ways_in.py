@@ -53,6 +53,8 @@ def test_a_function_compiled_ahead_replays_in_its_process(tmp_path: Path) -> Non
     x = torch.randn(4, 6)
     with torch.no_grad():
         fast: Any = torch.compile(lambda x: x * 2 + 1, backend="cgpass", fullgraph=True, options={"compiler": "eager"})
+        if not hasattr(fast, "aot_compile"):
+            pytest.skip("this torch compiles no functions ahead")
         ahead = fast.aot_compile(((x,), {}))
         for _ in range(4):
             x = torch.randn(4, 6)

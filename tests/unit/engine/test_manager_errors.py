@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -130,10 +131,29 @@ def test_a_dispatch_error_changes_nothing() -> None:
     assert manager.report().problems == (), "the mode has no graphs for a mixed batch"
 
 
-def test_a_model_that_takes_other_arguments_is_refused_at_capture() -> None:
-    refused(
-        "unexpected keyword argument", Rows(), specs=[InputSpec("y", (LARGEST, WIDTH), torch.float32)], error=Exception
-    )
+class Scaled(torch.nn.Module):
+    def forward(self, x: torch.Tensor, scale: torch.Tensor, *, shift: float = 0.0) -> torch.Tensor:
+        return x * scale + shift
+
+
+@pytest.mark.parametrize("names", [["x"], ["x", "scle"], ["x", "scale", "mask"]])
+def test_inputs_that_are_no_arguments_of_the_model_are_refused_at_capture_with_their_names(names: list[str]) -> None:
+    """The remedy is followed: what it names is declared, in place of what is not known."""
+    specs = [InputSpec(name, (LARGEST, WIDTH), torch.float32) for name in names]
+    error = refused("not the arguments of the model", Scaled(), specs=specs, error=OptionError)
+    assert error.expected == "x, scale, shift"
+    named = re.search(r"'(\w+)'", error.remedy)
+    known = [spec for spec in specs if spec.name in error.expected]
+    declared = [*known, *([] if named is None else [InputSpec(named[1], (LARGEST, WIDTH), torch.float32)])]
+    made(Scaled(), specs=declared).capture()
+
+
+def test_another_type_error_of_the_model_stays_what_it_is() -> None:
+    class Fails(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + object()  # type: ignore[operator]
+
+    refused("unsupported operand", Fails(), error=Exception)
 
 
 # -- metadata without a field
