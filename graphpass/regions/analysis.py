@@ -271,7 +271,8 @@ class _Walk:
             self.writes[node] = written
         if nnmodules.views_wrapper(value_of(node)):
             node.meta["example_value"] = symbolic.without_base(value_of(node), self.fake_mode)
-        fresh = {symbol for symbol in free_symbols(value_of(node)) - self._bound if symbolic.is_unbacked(symbol)}
+        # A number read from a tensor on the CPU may have a hint, as if it were a size; no input is its value either.
+        fresh = free_symbols(value_of(node)) - self._bound  # guard: numbers_read_on_the_cpu
         self.readers.update(dict.fromkeys(fresh, node))
         self._bound |= fresh
 

@@ -96,9 +96,7 @@ def queue() -> Any:
     ("model", "make", "name"),
     [
         (with_counter, Counter, "Counter"),
-        pytest.param(
-            with_queue, queue, "_TensorQueue", marks=pytest.mark.skipif(not HAS_QUEUE, reason="no queue here")
-        ),
+        pytest.param(with_queue, queue, "_TensorQueue", marks=pytest.mark.skipif(NO_QUEUE, reason="no queue here")),
     ],
 )
 def test_what_has_state_runs_in_each_call(

@@ -60,6 +60,27 @@ def test_one_bad_op_costs_one_split(keyed: Make, model: Callable[..., Any], reas
     }
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.int32, torch.float32, torch.bool])
+@pytest.mark.parametrize("reads", ["number", "size", "both"])
+def test_numbers_read_from_the_cpu_are_those_of_each_call(rt: GraphRuntime, dtype: torch.dtype, reads: str) -> None:
+    """Fake tensors give the number of an argument without dimensions a hint, as if it were a size."""
+
+    def model(x: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+        number: Any = step.item()
+        y = (x * 2).relu()
+        y = y * number + 1 if reads != "size" else y
+        return y.sin() if reads == "number" else y.narrow(1, 0, 2 + int(number)).sin()
+
+    if reads != "number" and dtype is not torch.int64:
+        pytest.skip("no size")
+    with dynamo_config.patch(capture_scalar_outputs=True):
+        fast = Compiled(rt, model, dispatch="auto", dynamic=None)
+        for number in (1, 2, 3, 0, 1, 1, 1, 1):
+            args = torch.randn(4, 6), torch.tensor(number, dtype=dtype)
+            agrees(fast(*args), model(*args))
+    assert rt.stats().replayed > 0
+
+
 def test_without_fullgraph_a_host_read_is_a_graph_break(keyed: Make) -> None:
     factors = itertools.count(1)
     fast = keyed(reads_the_host, make=lambda size: (torch.ones(size, 6) * next(factors),), splitting_ops=[])
