@@ -19,6 +19,9 @@ from graphpass.ledger import Reason
 from graphpass.paddedinputs import PadRule, checked_rule
 from graphpass.saved import SavedFiles
 
+NEVER = "never"
+"""The value of ``padding`` with which no size is padded."""
+
 DynamicDims = Mapping[str, Mapping[int, str]]
 
 
@@ -54,8 +57,10 @@ class Settings:
     #: calls run without graphs. By default ``context`` if ``runtime`` is set, else ``auto``.
     dispatch: Literal["auto", "context"] | None = None
     #: {input: what fills its padding}: a number, a function ``f(real, padded_shape)`` that returns the padded tensor,
-    #: or ``repeat``, the last real slice, as for all other inputs
+    #: or ``repeat``, the last real slice, as for all other inputs. ``never``: no size is padded.
     padding: Mapping[str, PadRule] = field(default_factory=dict)
+    #: whether sizes are padded; passed as ``padding="never"``
+    pads: bool = True
     #: the proof that a declared size needs before it is padded. ``prove``: sizes with the verdict RUNTIME are padded
     #: and checked at run time, UNPROVED sizes run unpadded. ``strict``: an UNPROVED size or a call without a graph is
     #: an error. ``declared``: declared sizes are padded and checked at run time. ``off``: declared sizes are padded
@@ -85,12 +90,15 @@ class Settings:
     def of(cls, options: Mapping[str, Any] | None) -> Settings:
         """Validate a user's options."""
         options = dict(options or {})
+        pads = options.get("padding") != NEVER
+        if not pads:
+            del options["padding"]
         known = _names()
         for name in options:
             one_of(name, known, f"unknown option {name!r}", remedy="leave it out")
         policy = CapturePolicy(**{name: options.pop(name) for name in _POLICY_NAMES if name in options})
         parsed = {name: _PARSERS[name](value) if name in _PARSERS else value for name, value in options.items()}
-        return cls(policy=policy, **parsed)
+        return cls(policy=policy, pads=pads, **parsed)
 
     def __post_init__(self) -> None:
         for name, known in _VALUES.items():
@@ -126,6 +134,10 @@ class Settings:
     def parts(self) -> dict[str, Any]:
         """{name for users: value} of the options on which what is compiled may depend."""
         return {f"option {f.name}": getattr(self, f.name) for f in fields(self) if f.name not in _OF_THE_PROCESS}
+
+    def makes_padding(self) -> bool:
+        """Whether padding is made neutral where no proof says that it is; a compiler without an AOT step cannot."""
+        return self.pads and self.dispatches_itself() and self.compiler != "eager"
 
     def dispatches_itself(self) -> bool:
         """Whether the callable chooses a graph for calls without a forward context."""
@@ -203,7 +215,7 @@ class Fallbacks:
 
 
 def _names() -> list[str]:
-    return sorted({f.name for f in fields(Settings)} - {"policy"} | set(_POLICY_NAMES))
+    return sorted({f.name for f in fields(Settings)} - {"policy", "pads"} | set(_POLICY_NAMES))
 
 
 def _bad_value(name: str, expected: str, found: Any) -> OptionError:
@@ -277,7 +289,7 @@ def _folder(name: str, value: Any) -> Any:
 
 def _padding(value: Any) -> dict[str, PadRule]:
     if not isinstance(value, Mapping):
-        raise _bad_value("padding", "{input: a number, 'repeat' or a function}", value)
+        raise _bad_value("padding", "{input: a number, 'repeat' or a function}, or 'never'", value)
     return {str(name): checked_rule(str(name), rule) for name, rule in value.items()}
 
 

@@ -24,7 +24,7 @@ from graphpass.compat import dynamo, memory, symbolic
 from graphpass.options import Settings
 from graphpass.regions.execute import value_of
 from graphpass.regions.names import names_of
-from graphpass.regions.symbols import REAL_SIZE
+from graphpass.regions.symbols import REAL_SIZE, REAL_SIZES
 
 _Count: TypeAlias = Callable[[fx.Node, Expression], fx.Node]
 
@@ -44,24 +44,50 @@ _MAX_REMEMBERED = 4096
 
 
 class RealSizes:
-    """Real sizes of a call as 0-d int64 tensors.
+    """Real sizes of a call: some as 0-d int64 tensors, and those of all symbols as one vector of int32.
 
-    Each call has its own tensors, which the wrappers stage like any argument. So a size never changes under a graph
-    that is running, or under a call of another thread.
+    Each call has its own tensors, or those of earlier calls of equal sizes, which nothing changes. So a size never
+    changes under a graph that is running, or under a call of another thread.
+
+    Args:
+        wanted: (size, device) of each 0-d tensor.
+        places: symbol -> where a call has it.
+        vector: the symbols of the vector in order, none if there is no vector.
+        device: of the vector.
     """
 
     def __init__(
         self,
         wanted: Sequence[tuple[Expression, torch.device]],
         places: Mapping[sympy.Symbol, tuple[int, int | None]],
+        vector: Sequence[sympy.Symbol] = (),
+        device: torch.device | None = None,
     ) -> None:
-        self._wanted = tuple(wanted)
-        self._places = {symbol: places[symbol] for symbol in symbols_in(size for size, _ in wanted)}
+        self._wanted, self._all = tuple(wanted), dict(places)
+        self._vector, self._device = tuple(vector), device
+        symbols = [*vector, *symbols_in(size for size, _ in wanted).difference(vector)]
+        self._places = {symbol: places[symbol] for symbol in symbols}
         self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._vectors: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_vectors": {}}
+
+    @property
+    def entries(self) -> dict[sympy.Symbol, int]:
+        """Symbol -> its entry in the vector."""
+        return {symbol: entry for entry, symbol in enumerate(self._vector)}
+
+    def with_vector(self, symbols: Sequence[sympy.Symbol], device: torch.device) -> RealSizes:
+        """The same with a vector of these symbols after the other tensors."""
+        return RealSizes(self._wanted, self._all, symbols, device)
 
     def of(self, args: Sequence[Any]) -> list[torch.Tensor]:
         """The tensors for a call with these arguments."""
         read = tuple([args[p] if dim is None else args[p].shape[dim] for p, dim in self._places.values()])
+        vector = [self._vector_of(read[: len(self._vector)])] if self._vector else []
+        if not self._wanted:
+            return vector
         sizes = self._known.get(read)  # guard: real_size_of_the_call
         if sizes is None:
             if len(self._known) >= _MAX_REMEMBERED:
@@ -69,7 +95,20 @@ class RealSizes:
             named = dict(zip(self._places, read, strict=True))
             sizes = self._known[read] = tuple(value_at(size, named) for size, _ in self._wanted)
         devices = [device for _, device in self._wanted]
-        return [torch.full((), n, dtype=torch.int64, device=device) for n, device in zip(sizes, devices, strict=True)]
+        tensors = zip(sizes, devices, strict=True)
+        return [*(torch.full((), n, dtype=torch.int64, device=device) for n, device in tensors), *vector]
+
+    def _vector_of(self, sizes: tuple[int, ...]) -> torch.Tensor:
+        vector = self._vectors.get(sizes)
+        if vector is None:
+            if len(self._vectors) >= _MAX_REMEMBERED:
+                self._vectors.clear()
+            with torch.inference_mode(False), torch.no_grad():
+                parts = [torch.full((1,), size, dtype=torch.int32, device=self._device) for size in sizes]
+                vector = torch.cat(parts)
+            if not memory.is_capturing_stream(self._device):  # guard: real_sizes_of_a_users_capture
+                self._vectors[sizes] = vector
+        return vector
 
 
 class AppendedInputs:
@@ -84,6 +123,11 @@ class AppendedInputs:
     def after(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Dynamo's arguments, and the appended ones."""
         return (*args, *self._attributes, *(self.sizes.of(args) if self.sizes is not None else ()))
+
+    def at_sizes_of(self, args: Sequence[Any]) -> list[Any]:
+        """All arguments, the real sizes being those of the others."""
+        sizes = [] if self.sizes is None else self.sizes.of(args)
+        return [*args[: len(args) - len(sizes)], *sizes]
 
     def changed(self) -> str | None:
         """How an attribute differs from its trace, as text, or None: ``tensor.data = other`` keeps Dynamo's guards."""
@@ -143,6 +187,23 @@ def count_from_start(graph_module: fx.GraphModule, settings: Settings) -> RealSi
     if not settings.dispatches_itself() or not (settings.dynamic_dims or settings.padding):
         return None
     return _CountingFromStart(graph_module.graph, decomposes=settings.compiler == "inductor").run()
+
+
+def append_real_sizes(graph_module: fx.GraphModule, settings: Settings, sizes: RealSizes | None) -> RealSizes | None:
+    """Append the vector of real sizes, after those of ``sizes``, to a graph whose padding may be made."""
+    graph = graph_module.graph
+    values = list(map(value_of, graph.find_nodes(op="placeholder")))
+    fake_mode = symbolic.fake_mode_of(values)
+    places = symbolic.places_of(values)
+    symbols = [one for one in places if isinstance(one, sympy.Symbol) and not symbolic.is_unbacked(one)]
+    if not settings.makes_padding() or not symbols or fake_mode is None:
+        return sizes
+    devices = [value.device for value in values if isinstance(value, torch.Tensor)]
+    device = next((one for one in devices if one.type != "cpu"), devices[0])
+    with symbolic.quiet_shapes(fake_mode), fake_mode, torch.no_grad():
+        vector = torch.empty((len(symbols),), dtype=torch.int32, device=device)
+    append_placeholder(graph, "graphpass_real_sizes", {"example_value": vector, REAL_SIZES: True})
+    return (sizes or RealSizes([], places)).with_vector(symbols, device)
 
 
 class _CountingFromStart:

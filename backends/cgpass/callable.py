@@ -300,6 +300,8 @@ class GraphedCallable:
         key = next(key for key in auto.ladder(args) if key.descriptor == descriptor)
         with torch.no_grad():  # as in the call: the step of an optimizer turns autograd off by itself
             call, example = auto.example_of(key, args)
+            if self._appended is not None:
+                example = self._appended.at_sizes_of(example)  # guard: real_sizes_of_examples
             written = [example[position] for position in auto.rules.written]
             generators = [value for value in example if isinstance(value, torch.Generator)]
             with restoring(written, generators, self.runtime.lease.device_for(example).device):

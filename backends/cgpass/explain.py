@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+import sympy
 import torch
 
 from cgpass.keyrules import AutoRules
+from cgpass.sizes import Expression, symbols_in, value_at
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.compat import dynamo
+from graphpass.compile import RegionTrace
 from graphpass.keys import CUDAGraphMode
 from graphpass.ledger import Reason
 from graphpass.options import Settings
@@ -34,16 +38,16 @@ def explain(
     Args:
         model: a module or function.
         inputs: positional example inputs.
-        options: as for the backend; ``compiler``, ``runtime`` and ``dispatch`` are ignored.
+        options: as for the backend; ``runtime`` and ``dispatch`` are ignored, and nothing is compiled by Inductor.
         dynamic: as for ``torch.compile``. By default every size is symbolic unless the model specializes it. Padding is
             reported for symbolic sizes only.
 
     Raises:
         OptionError: an option is unknown or cannot be used.
     """
-    Settings.of(options)
+    compiler = "eager" if Settings.of(options).compiler == "eager" else "aot_eager"  # what pads without its kernels
     runtime = GraphRuntime()
-    used = {**(options or {}), "compiler": "eager", "runtime": runtime, "dispatch": "auto"}
+    used = {**(options or {}), "compiler": compiler, "runtime": runtime, "dispatch": "auto"}
     compiled = torch.compile(model, backend="cgpass", options=used, dynamic=dynamic)
     with torch.no_grad():
         compiled(*inputs)
@@ -65,10 +69,36 @@ def region_records(parts: Partition, artifacts: Mapping[str, object]) -> tuple[R
     )
 
 
-def size_records(rules: AutoRules, proof: PaddingProof) -> tuple[SizeRecord, ...]:
+def _made(traces: Mapping[str, RegionTrace], rules: AutoRules) -> dict[str, list[PaddingCause]]:
+    """Key field -> what the regions do with its padding."""
+    names = {size.symbol: size.name for size in rules.sizes.sizes if size.is_padded}
+    found: dict[str, list[PaddingCause]] = {}
+    for trace in traces.values():
+        own = dict(trace.symbols)
+        for inserted in getattr(trace.result, "insertions", ()):
+            sizes = [value_at(_renamed(size, own), rules.sizes.hints) for size in inserted.sizes]
+            num_bytes = math.prod(sizes) * inserted.itemsize
+            cause = PaddingCause("", inserted.op, f"{inserted.what}, {num_bytes} bytes", inserted.where, "made")
+            for field in {names[one] for one in symbols_in([_renamed(inserted.size, own)]) if one in names}:
+                found.setdefault(field, []).append(cause)
+    return found
+
+
+def _renamed(size: Expression, own: Mapping[Any, sympy.Symbol]) -> Expression:
+    return size if isinstance(size, int) else size.xreplace(own)
+
+
+def size_records(rules: AutoRules, proof: PaddingProof, traces: Mapping[str, RegionTrace]) -> tuple[SizeRecord, ...]:
     """The sizes that distinguish the calls of a graph, in the order of its symbols, with their proofs."""
     remedies = {field: remedy for field, _, remedy in rules.unproved}
     ranges = rules.sizes.guards.ranges
+    made = _made(traces, rules)
+
+    def verdict(field: str) -> str | None:
+        if field not in proof.verdicts:
+            return None
+        return "made" if field in made else proof.verdicts[field].name.lower()
+
     return tuple(
         SizeRecord(
             field=size.name,
@@ -77,11 +107,14 @@ def size_records(rules: AutoRules, proof: PaddingProof) -> tuple[SizeRecord, ...
             least=ranges.get(size.symbol, (None, None))[0],
             greatest=ranges.get(size.symbol, (None, None))[1],
             is_padded=size.is_padded,
-            verdict=proof.verdicts[size.name].name.lower() if size.name in proof.verdicts else None,
-            causes=tuple(
-                PaddingCause(found.target, found.op, found.why, found.where, found.verdict.name.lower())
-                for found in proof.findings
-                if found.field == size.name
+            verdict=verdict(size.name),
+            causes=(
+                *(
+                    PaddingCause(found.target, found.op, found.why, found.where, found.verdict.name.lower())
+                    for found in proof.findings
+                    if found.field == size.name
+                ),
+                *made.get(size.name, ()),
             ),
             remedy=remedies.get(size.name, ""),
         )

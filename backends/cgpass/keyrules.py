@@ -75,6 +75,8 @@ def dispatched(
         for position, layout in sizes.layouts.items()
         if not parts.inputs[position].is_static and symbols_in(layout.shape) & padded
     }
+    if positions:
+        positions |= {p: "repeat" for p, given in enumerate(parts.inputs) if given.has_real_sizes}
     sizes = replace(sizes, sizes=tuple(replace(size, is_padded=size.symbol in padded) for size in sizes.sizes))
     rules = AutoRules(
         sizes=sizes,
@@ -101,12 +103,17 @@ def dispatched(
 
 
 def _proof(parts: Partition, traces: Mapping[str, RegionTrace], sizes: GraphSizes, settings: Settings) -> PaddingProof:
-    constants = {  # None where a function pads
+    constants = declared_constants(parts, sizes, settings)
+    return prove_partition(parts, traces, {s.symbol: s.name for s in sizes.sizes if s.is_of_calls}, constants)
+
+
+def declared_constants(parts: Partition, sizes: GraphSizes, settings: Settings) -> dict[int, float | int | bool | None]:
+    """{input: what the user says that its padding holds}, None where a function pads."""
+    return {
         position: rule if isinstance(rule, (bool, int, float)) else None
         for position in sizes.layouts
         if (rule := settings.padding.get(parts.inputs[position].source_name or "", "repeat")) != "repeat"
     }
-    return prove_partition(parts, traces, {s.symbol: s.name for s in sizes.sizes if s.is_of_calls}, constants)
 
 
 def _level(parts: Partition, settings: Settings) -> tuple[CUDAGraphMode, Reason | None]:
@@ -183,7 +190,9 @@ def _verdicts(
         if not size.is_of_calls:
             continue
         verdict, (why, remedy) = proof.verdicts[size.name], _obstacle(size, parts, proof)
-        if never is not None:
+        if not settings.pads:
+            yield _Verdict(size, is_padded=False)
+        elif never is not None:
             yield _Verdict(size, is_padded=False, why=str(never), remedy=never.remedy or _EXACT)
         elif size.name in uncut:  # guard: sizes_from_data
             why = f"the size of output {uncut[size.name]} depends on it and on data, so it cannot be cut"

@@ -47,6 +47,9 @@ _OF_OWN_ROUNDING = 1e-7
 _ROUNDING: Mapping[torch.dtype, float] = MappingProxyType({torch.float64: 1e-6, torch.float32: 1e-2})
 _ROUNDING_OTHERWISE = 5e-2
 """The same, at most, where an operator has run in its own type."""
+_OF_ONE_RUN: Mapping[torch.dtype, float] = MappingProxyType({torch.float64: 1e-4, torch.float32: 1e-4})
+_OF_ONE_RUN_OTHERWISE = 2e-2
+"""Allowed difference of real entries from a run without padding in own types, as a share of the largest that differ."""
 _Entries: TypeAlias = dict[str, torch.Tensor]
 """Real entries by name: of an output, or of a tensor that the graph has written to."""
 
@@ -145,6 +148,8 @@ def check_padding(call: PaddedCall) -> PaddingCheck:
         is_noisy = any(spreads.values())
         # guard: padding_that_is_not_finite
         fault = _fault_of_contents(call, expected, spreads) or _fault_of_infinities(call, expected)
+        if fault is None and not call.amounts:
+            fault = _fault_of_sizes(call, expected)
         if fault is not None or not call.amounts:  # guard: padding_against_no_padding
             return PaddingCheck(fault, is_noisy)
         in_own_type: dict[str, torch.dtype] = {}
@@ -174,6 +179,22 @@ def _fault_of_infinities(call: PaddedCall, expected: _Entries) -> str | None:
         for kind in (torch.isnan, torch.isinf):
             if not torch.equal(kind(one), kind(unpadded[name])):
                 return f"real entries of {name} are not finite, and differ from a run without padding"
+    return None
+
+
+def _fault_of_sizes(call: PaddedCall, expected: _Entries) -> str | None:
+    """Whether real entries differ from a run without padding by more than rounding, in the graph's own types."""
+    unpadded = call.unpadded()
+    for name, one in expected.items():
+        other = unpadded[name]
+        if one.shape != other.shape:
+            return f"{name} has another shape than in a run without padding"
+        spread = largest_difference(one, other)
+        if not spread:
+            continue
+        allowed = _OF_ONE_RUN.get(one.dtype, _OF_ONE_RUN_OTHERWISE) if has_fractions(one) else 0.0
+        if spread > allowed * _largest(other, one != other):  # guard: padding_against_one_run
+            return f"real entries of {name} differ from a run without padding"
     return None
 
 

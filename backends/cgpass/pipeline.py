@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from cgpass.appended import AppendedInputs, attributes_read, count_from_start, lift_attributes
+from cgpass.appended import AppendedInputs, append_real_sizes, attributes_read, count_from_start, lift_attributes
 from cgpass.callable import CompiledGraph, GraphedCallable
 from cgpass.explain import region_records, report_graph, size_records
 from cgpass.keyrules import calls_collectives, dispatched
 from cgpass.paddingcheck import region_in_float64
+from cgpass.paddingpass import PaddingPasses
 from cgpass.saved import GraphIdentity, SavedGraphs
 from cgpass.sizes import NamedSizes
 from graphpass.capture.runtime import GraphRuntime, runtime_of_compiler
@@ -105,7 +106,8 @@ def _captured(
     partition_s = time.perf_counter() - start_s
     sizes = NamedSizes.of(parts, traced.whole, settings, is_first=not runtime.callables())
     # Proofs need aten graphs, and are about symbolic sizes. Without a trace the compiler uses its cache of AOT graphs.
-    trace = AtenGraph.of if parts.has_symbols() else None
+    entries = {} if traced.appended is None or traced.appended.sizes is None else traced.appended.sizes.entries
+    trace = PaddingPasses.of(parts, settings, entries) if parts.has_symbols() else None
     dynamo.forget_arguments(traced.whole.graph)
     compiled = _compiled(name, parts, sizes, trace, runtime, settings)
     cache = runtime.owned(CallableCache)
@@ -115,7 +117,7 @@ def _captured(
         return known
     _dump(name, parts, settings)
     eager = [region for region in parts.regions if region.kind == "eager"]
-    traces = {**compiled.traces, **({} if trace is None else traced_regions(eager, trace, ignores_numbers))}
+    traces = {**compiled.traces, **({} if trace is None else traced_regions(eager, AtenGraph.of, ignores_numbers))}
     start_s = time.perf_counter()
     rules, proof = dispatched(name, parts, traces, settings) if settings.dispatches_itself() else (None, None)
     proof_s = time.perf_counter() - start_s
@@ -127,7 +129,7 @@ def _captured(
         ends=traced.ends_early,
         seconds=CompileSeconds(partition_s, compiled.key_s, compiled.compile_s, proof_s),
         admits=sizes.admits if sizes.symbols else None,
-        sizes=() if rules is None or proof is None else size_records(rules, proof),
+        sizes=() if rules is None or proof is None else size_records(rules, proof, traces),
         assumptions=() if proof is None else proof.assumptions,
         mode=None if rules is None else rules.mode if rules.off is None else CUDAGraphMode.NONE,
         off=None if rules is None else rules.off,
@@ -231,7 +233,7 @@ class _Traced:
         if dynamo.pass_only(graph_module.graph, used):
             floats, used = floats.among(used), list(range(len(used)))
         attributes = lift_attributes(whole, dynamo.attribute_sources(graph_module))  # guard: attributes_undone
-        sizes = count_from_start(whole, settings)
+        sizes = append_real_sizes(whole, settings, count_from_start(whole, settings))
         appended = AppendedInputs(attributes, sizes) if attributes or sizes is not None else None
         return cls(whole, floats, used, appended, ends_early, side_effects, key, identity)
 

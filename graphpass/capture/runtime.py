@@ -22,7 +22,7 @@ from graphpass.capture.givenup import SEE_WHAT_DIFFERS, GivenUpFunctions
 from graphpass.capture.pool import PoolLease
 from graphpass.capture.scope import CaptureScope, CaptureScopes
 from graphpass.capture.settings import frozen_objects
-from graphpass.compat import dynamo
+from graphpass.compat import dynamo, memory
 from graphpass.errors import OptionError, named
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.ledger import Ledger, Reason
@@ -93,8 +93,9 @@ class GraphRuntime:
                 that has none. A manager, which replays without Dynamo, does not need that.
 
         Raises:
-            CaptureError: a scope of this runtime is open already.
+            CaptureError: a scope of this runtime is open already, or somebody else's capture of the current stream.
         """
+        memory.refuse_inside_capture(self.lease.device or torch.device("cuda"), "capturing()")
         with self.scopes.opened() as scope:
             scope.reaches = reaches
             try:

@@ -12,6 +12,7 @@ import torch
 from graphpass.capture.runtime import runtime_of
 from graphpass.cli.program import Program, Result, users_code
 from graphpass.errors import OptionError
+from graphpass.regions.execute import are_fake
 from graphpass.report import Problem
 from graphpass.report.drawing import Heading, Part, Table, Text, listed
 from graphpass.report.figures import graph_figures
@@ -21,16 +22,16 @@ from graphpass.report.report import proof_tables, region_maps, regions_table
 
 
 def explain(program: Program, options: Mapping[str, Any]) -> Result:
-    """Partition a model for its example inputs; runs it once, without graphs and without a compiler.
+    """Partition a model for its example inputs; runs it once, without graphs and without Inductor.
 
     Args:
         program: the model.
-        options: options of the backend; ``compiler`` and ``dispatch`` are ignored.
+        options: options of the backend; ``dispatch`` is ignored, and Inductor compiles nothing.
 
     Raises:
         GraphpassError: the model fails, or an option is invalid.
     """
-    used = {**options, "compiler": "eager", "dispatch": "auto"}
+    used = {**options, "compiler": _without_kernels(program, options), "dispatch": "auto"}
     torch.compiler.reset()  # code that is compiled already would not be traced again
     compiled = torch.compile(program.model, backend="cgpass", options=used, dynamic=True)
     expected = "a model that runs under torch.compile with its example inputs"
@@ -50,6 +51,13 @@ def explain(program: Program, options: Mapping[str, Any]) -> Result:
         return Result("explain", program.name, _figures(program, (), ()), (Text("torch.compile found no graph."),))
     figures = _figures(program, runtime.callables(), runtime.noted())
     return Result("explain", program.name, figures, tuple(_parts(figures, runtime.callables())))
+
+
+def _without_kernels(program: Program, options: Mapping[str, Any]) -> str:
+    """The compiler that pads as the options' does; AOTAutograd takes no model of fake tensors."""
+    state = program.model.state_dict() if isinstance(program.model, torch.nn.Module) else {}
+    values = [*program.args, *program.kwargs.values(), *state.values()]
+    return "eager" if are_fake(values) or options.get("compiler") == "eager" else "aot_eager"
 
 
 @contextlib.contextmanager

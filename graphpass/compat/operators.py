@@ -172,12 +172,13 @@ def type_with_state(value: Any) -> str | None:
 
     A graph follows the state of a ``torch.Generator``, and the ranks that of their process groups.
     """
-    real = value.real_obj if type(value).__name__ == "FakeScriptObject" else value
+    real: Any = value.real_obj if type(value).__name__ == "FakeScriptObject" else value
     kind, is_constant = type(real), _is_constant or _opaque.is_opaque_value_type
     if isinstance(real, torch.Generator) or kind.__module__.startswith("torch.distributed"):
         return None
     if isinstance(real, torch.ScriptObject):
-        name = str(real._type().name())
+        declared: Any = real._type()
+        name = str(declared.name())
         return None if name == "ProcessGroup" else name
     return kind.__qualname__ if _is_opaque(kind) and not is_constant(kind) else None
 

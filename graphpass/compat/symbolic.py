@@ -81,6 +81,20 @@ def quiet_shapes(fake_mode: Any) -> Iterator[None]:
         yield
 
 
+def extract_val(value: Any) -> Any:
+    """A result as the metadata of a node has it: no view of another value, so that it can be pickled."""
+    from torch.fx.experimental.proxy_tensor import extract_val as extracted
+
+    return extracted(value)
+
+
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """Within the body no dispatch mode is active: a compiler traces under a fake mode."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
 class DecompositionTape(TorchDispatchMode):
     """The operators that torch's decomposition of an operator calls, over fake tensors."""
 

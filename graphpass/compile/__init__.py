@@ -1,6 +1,6 @@
 """Compiles each distinct region structure once: with Inductor, with AOTAutograd alone, or not at all."""
 
-from graphpass.compile.compilers import COMPILERS, GraphTrace, RegionTrace, compile_training
+from graphpass.compile.compilers import COMPILERS, GraphTrace, RegionPass, RegionTrace, compile_training, reading
 from graphpass.compile.once import CompiledRegion, CompiledRegions, RegionCompiler, SizeRanges, traced_regions
 from graphpass.compile.tuning import TunedRegion, Tuner, Tuning
 
@@ -10,11 +10,13 @@ __all__ = [
     "CompiledRegions",
     "GraphTrace",
     "RegionCompiler",
+    "RegionPass",
     "RegionTrace",
     "SizeRanges",
     "TunedRegion",
     "Tuner",
     "Tuning",
     "compile_training",
+    "reading",
     "traced_regions",
 ]

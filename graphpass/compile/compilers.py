@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import sympy
 import torch
@@ -55,7 +55,49 @@ def compile_training(graph_module: fx.GraphModule, example_inputs: Sequence[Any]
 
 
 TraceFunction = Callable[[fx.GraphModule], Any]
-"""Reads an aten graph whose nodes have ``meta["val"]``, without changes to it; the result is stored."""
+"""Reads an aten graph whose nodes have ``meta["val"]``; the result is stored."""
+
+
+class RegionPass(Protocol):
+    """A trace function that may change the graph that it reads, before the compiler compiles it."""
+
+    @property
+    def key(self) -> Any:
+        """Hashable: regions of one structure share an artifact if it is equal."""
+
+    @property
+    def changed(self) -> fx.GraphModule | None:
+        """A copy of the changed graph; None if it is as it was."""
+
+    @property
+    def decisions(self) -> Any:
+        """What it changed, comparable."""
+
+    def __call__(self, aten: fx.GraphModule) -> Any:
+        """The result that is stored."""
+
+
+TraceOf = Callable[[Any], RegionPass]
+"""Region -> its pass, a new one for each compilation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A pass that only reads."""
+
+    trace: TraceFunction
+    key: Any = None
+    changed: fx.GraphModule | None = None
+    decisions: Any = None
+
+    def __call__(self, aten: fx.GraphModule) -> Any:
+        """What the trace function returns."""
+        return self.trace(aten)
+
+
+def reading(trace: TraceFunction) -> TraceOf:
+    """The passes that call ``trace``, for all regions."""
+    return lambda region: Reading(trace)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

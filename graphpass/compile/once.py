@@ -12,6 +12,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch import fx
 
 from graphpass.compat import dynamo, memory, saving, symbolic
 from graphpass.compile.compilers import (
@@ -19,6 +20,7 @@ from graphpass.compile.compilers import (
     GraphTrace,
     RegionTrace,
     TraceFunction,
+    TraceOf,
     TraceOnce,
     compiler_named,
     inputs_of,
@@ -115,7 +117,8 @@ class CompiledRegion:
 
     function: Callable[..., Any]  #: the artifact that serves every size
     opaque: bool  #: its kernels bypass torch's dispatcher, so a recorder must treat a call as one op
-    uncompiled: Callable[..., Any]  #: the traced region, for inputs that no artifact serves
+    #: the traced region, for inputs that no artifact serves; with the changes that the trace function made
+    uncompiled: Callable[..., Any]
     trace: GraphTrace | None  #: the result of the trace function for the aten graph; None without a trace function
     written_inputs: WrittenInputs | None = None  #: the check that inputs must pass before an artifact runs
     size_position: int | None = None  #: the position of the input whose value selects from ``sized``
@@ -158,7 +161,7 @@ class RegionCompiler:
         compiler: str,
         size_ranges: SizeRanges | None = None,
         *,
-        trace: TraceFunction | None = None,
+        trace: TraceOf | None = None,
         tuning: Tuning | None = None,
     ) -> CompiledRegions:
         """Compile ``regions`` of one graph, structurally identical ones once; ``tuning`` None: they are not tuned."""
@@ -175,14 +178,15 @@ class RegionCompiler:
             wanted: tuple[Any, ...] = ()  # (index of the symbol in the key, ranges)
             if size_ranges is not None and size_ranges[0] in structure.symbols:
                 wanted = (structure.symbols.index(size_ranges[0]), tuple(size_ranges[1]))
-            key = (structure.key, tuning is not None, *wanted)
+            decided = None if trace is None else trace(region).key  # guard: made_artifacts_apart
+            key = (structure.key, tuning is not None, decided, *wanted)
             artifact = self._known.get(key)
             if artifact is None or not _assume(structure, artifact):  # guard: artifact_guards
                 artifact = self._known[key] = _compiled(region, structure, facts, wanted, chosen, trace, tuning)
                 num_new += 1 + len(artifact.sized)
             if trace is not None:
                 if artifact.trace is None:
-                    traced = _traced(region, structure, trace)
+                    traced = _traced(region, structure, trace(region))
                     artifact = self._known[key] = replace(artifact, trace=traced)
                 assert artifact.trace is not None
                 traces[region.name] = artifact.trace.of_region(structure.symbols)
@@ -226,27 +230,35 @@ def _assume(structure: Structure, artifact: CompiledRegion) -> bool:
     return symbolic.guard_on(structure.shape_env, structure.own(artifact.guards))
 
 
+def _uncompilable(compiler: Compiler, examples: Sequence[Any], written: WrittenInputs | None) -> str | None:
+    """Why a compiler's artifact would be wrong for inputs like ``examples``, or None."""
+    if compiler.functionalizes and any(map(memory.is_lazy, examples)):  # guard: lazy_inputs
+        return "an input is a lazy conjugate or negative, whose memory compiled code reads as it is"
+    return _WRITES_TO_SHARED if written is not None and written.defeat_compilers(examples) else None
+
+
+def _as_traced(graph_module: fx.GraphModule, problem: str) -> CompiledRegion:
+    return CompiledRegion(
+        graph_module.forward, opaque=False, uncompiled=graph_module.forward, trace=GraphTrace(None, problem)
+    )
+
+
 def _compiled(
     region: Any,
     structure: Structure,
     known: frozenset[sympy.Basic],
     wanted: tuple[Any, ...],
     compiler: Compiler,
-    trace: TraceFunction | None,
+    trace: TraceOf | None,
     tuning: Tuning | None,
 ) -> CompiledRegion:
     """Compile one region. ``known`` are the facts when its key was computed; later facts become guards."""
     graph_module = region.graph_module
     examples = inputs_of(region.graph_module)
     written = WrittenInputs.of(examples, region.mutated_inputs) if compiler.functionalizes else None
-    problem = None
-    if compiler.functionalizes and any(map(memory.is_lazy, examples)):  # guard: lazy_inputs
-        problem = "an input is a lazy conjugate or negative, whose memory compiled code reads as it is"
-    elif written is not None and written.defeat_compilers(examples):
-        problem = _WRITES_TO_SHARED
+    problem = _uncompilable(compiler, examples, written)
     if problem is not None:
-        untraced, run = GraphTrace(None, problem), graph_module.forward
-        return CompiledRegion(run, opaque=False, uncompiled=run, trace=untraced)
+        return _as_traced(graph_module, problem)
 
     def within(
         bounds: Mapping[sympy.Symbol, tuple[int | None, int | None]],
@@ -257,32 +269,37 @@ def _compiled(
         inputs = inputs_within(examples, bounds, sizes)
         if inputs is None or (written is not None and written.defeat_compilers(inputs.values)):
             return None
+        again = trace(region) if trace and reader and reader.changed else None
+        shown = [] if again is None else [TraceOnce(again, graph_module)]
         with dynamo.tracing_with(inputs.fake_mode):
             copy = own_copy(graph_module, keep_shapes=False)
             if saving.are_serializable():  # torch saves no graph with a method of what is not known to be a tensor
                 symbolic.set_values(copy, inputs.values, inputs.fake_mode)  # guard: saved_method_calls
-            function = compiler.compile(copy, inputs.values, **settings)
-        symbols = tuple(inputs.symbols[symbol] for symbol in bounds)
-        return SizedArtifact(function, tuple(bounds.values()), symbols, symbolic.facts_of(inputs.fake_mode.shape_env))
+            function = compiler.compile(copy, inputs.values, *shown, **settings)
+        if reader and again and again.decisions != reader.decisions:  # guard: made_variants_agree
+            return None
+        symbols, facts = tuple(map(inputs.symbols.__getitem__, bounds)), symbolic.facts_of(inputs.fake_mode.shape_env)
+        return SizedArtifact(function, tuple(bounds.values()), symbols, facts)
 
-    show = TraceOnce(trace, graph_module) if trace is not None and compiler.functionalizes else None
+    reader = trace(region) if trace is not None and compiler.functionalizes else None
+    show = None if reader is None else TraceOnce(reader, graph_module)
     with dynamo.floats_as_tensors(examples):
-        shown = () if show is None else (show,)
-        function = compiler.compile(own_copy(graph_module), examples, *shown)
+        function = compiler.compile(own_copy(graph_module), examples, *([] if show is None else [show]))
     added = [guard for guard in symbolic.facts_of(structure.shape_env) if guard not in known]
     position, sized = None, list[SizedArtifact | None]()
     if wanted:
         symbol = structure.symbols[wanted[0]]
         position = next((p for p, value in enumerate(examples) if symbolic.expression_of(value) == symbol), None)
         sized = [within({symbol: bounds}) for bounds in wanted[1] if position is not None]
+    computed = replace(region, graph_module=reader.changed) if reader and reader.changed else region
     return CompiledRegion(
         function,
         opaque=compiler.opaque,
-        uncompiled=graph_module.forward,
+        uncompiled=computed.graph_module.forward,  # guard: made_reference
         trace=None if show is None else show.result(structure.symbols),
         written_inputs=written,
         size_position=position,
         sized=tuple(artifact for artifact in sized if artifact is not None),
         guards=structure.canonical(added),
-        tuned=None if tuning is None else TunedRegion(tuning, region, examples, within),
+        tuned=None if tuning is None else TunedRegion(tuning, computed, examples, within),
     )

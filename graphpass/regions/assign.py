@@ -30,6 +30,7 @@ from graphpass.regions.analysis import (
 from graphpass.regions.eagerrules import SplitRule, read_by_storage, reshapes_in_place
 from graphpass.regions.execute import argument_storages, storages_of, tensors_in, value_of, values_at
 from graphpass.regions.names import CALLED, display_name, names_of
+from graphpass.regions.symbols import REAL_SIZES
 from graphpass.report.drawing import listed
 
 _OUTSIDE = "enter the mode around the call of the compiled model, not inside the model"
@@ -281,7 +282,8 @@ def build_regions(gm: fx.GraphModule, groups: Sequence[NodeGroup], facts: GraphF
     """One region for each group, in order, in time linear in the graph."""
     symbols = symbol_placeholders(gm.graph)
     order = {node: position for position, node in enumerate(symbols.values())}
-    return tuple(_region(f"r{i}", gm, group, facts, symbols, order) for i, group in enumerate(groups))
+    real_sizes = [node for node in gm.graph.find_nodes(op="placeholder") if REAL_SIZES in node.meta]
+    return tuple(_region(f"r{i}", gm, group, facts, symbols, order, real_sizes) for i, group in enumerate(groups))
 
 
 def _region(
@@ -291,6 +293,7 @@ def _region(
     facts: GraphFacts,
     symbols: Mapping[sympy.Symbol, fx.Node],
     order: Mapping[fx.Node, int],
+    real_sizes: Sequence[fx.Node],
 ) -> Region:
     """One region; its inputs are the symbolic sizes of its tensors, then the other values in order of first use."""
     inside = set(group.nodes)
@@ -299,7 +302,8 @@ def _region(
     outer = dict.fromkeys(argument for node in made_here for argument in node.all_input_nodes if argument not in own)
     used = free_symbols([value_of(node) for node in (*outer, *made_here)])
     sizes = {symbols[symbol] for symbol in used if symbol in symbols} | (outer.keys() & order.keys())
-    inputs = list(dict.fromkeys((*sorted(sizes, key=order.__getitem__), *outer)))
+    last = real_sizes if group.kind == "captured" and used else []
+    inputs = list(dict.fromkeys((*sorted(sizes, key=order.__getitem__), *outer, *last)))
     outputs = [node for node in group.nodes if any(_takes_over(user, inside, node) for user in node.users)]
     written = frozenset[int]().union(*(facts.writes.get(node, frozenset()) for node in group.nodes))
     return Region(

@@ -5,7 +5,7 @@ The graph does not change, and the shape environment of the fake mode gains no g
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +48,11 @@ def value_of(argument: Any) -> Any:
         return argument
     is_known = "example_value" in argument.meta or "val" in argument.meta
     return symbolic.example_value(argument) if is_known else None
+
+
+def are_fake(values: Iterable[Any]) -> bool:
+    """Whether there are tensors without contents among these."""
+    return symbolic.fake_mode_of(values) is not None
 
 
 def values_at(node: fx.Node) -> list[Any]:

@@ -19,6 +19,9 @@ from graphpass.regions.execute import tensors_in, value_of
 REAL_SIZE = "graphpass_real_size"
 """Key in the metadata of a placeholder that holds the real size of a dimension."""
 
+REAL_SIZES = "graphpass_real_sizes"
+"""Key in the metadata of the placeholder that holds the real sizes of all dimensions; every captured region gets it."""
+
 _LOCAL = re.compile(r"L\['(\w+)'\]")
 _OF_A_TENSOR = re.compile(r"\.(size|stride|storage_offset)\(\)")
 _POSITIONAL = re.compile(r"L\['args'\]\[\d+\]")
@@ -40,6 +43,7 @@ class GraphInput:
     marked_dims: frozenset[int] = frozenset()  #: dimensions that the user marked as dynamic
     label: str = ""  #: where Dynamo found it, for reports: ``args[0]``, ``self.layer.weight``; empty if unknown
     is_real_size: bool = False  #: the backend appended it: the real size of a dimension, also in a padded call
+    has_real_sizes: bool = False  #: the backend appended it: the real sizes of all dimensions
     #: The graph gives the tensor another storage (``x.data = new``), perhaps that of ``value``.
     is_exchanged: bool = False
 
@@ -65,6 +69,7 @@ def graph_inputs(graph: fx.Graph, exchanged: Collection[fx.Node] = ()) -> tuple[
             dynamo.marked_dims(node),
             _label(_source_text(node) or ""),
             REAL_SIZE in node.meta,
+            REAL_SIZES in node.meta,
             node in exchanged,
         )
         for node in graph.nodes
@@ -95,7 +100,7 @@ def _source_name(node: fx.Node) -> str | None:
     """
     text = _source_text(node)
     if text is None:
-        return None if node.meta.keys() & {"grapharg", REAL_SIZE} else str(node.target).lstrip("*")
+        return None if node.meta.keys() & {"grapharg", REAL_SIZE, REAL_SIZES} else str(node.target).lstrip("*")
     if _POSITIONAL.fullmatch(text):
         return _label(text)
     parts = text.removeprefix("L['").removesuffix("']").split("']['") if text.startswith("L['") else []

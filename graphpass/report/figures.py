@@ -295,7 +295,10 @@ def graph_figures(record: CallableRecord) -> Figures:
     """One callable as dicts, lists, strings, numbers, booleans and None."""
     sizes = list(map(asdict, record.sizes))
     for size in sizes:
-        size["padded"], size["not_proved"] = size.pop("is_padded"), list(size.pop("causes"))
+        causes = list(size.pop("causes"))
+        size["padded"] = size.pop("is_padded")
+        size["not_proved"] = [cause for cause in causes if cause["verdict"] != "made"]
+        size["made"] = [cause for cause in causes if cause["verdict"] == "made"]
     return {
         "name": record.name,
         "mode": None if record.mode is None else str(record.mode),

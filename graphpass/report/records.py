@@ -37,13 +37,14 @@ class RegionRecord:
 
 @dataclass(frozen=True, slots=True)
 class PaddingCause:
-    """A way in which real entries depend on the padding of a size."""
+    """A way in which real entries depend on the padding of a size, or what the graph does so that they do not."""
 
     target: str  #: the output, written input or effect that depends on it: ``output 0``; empty inside a graph
-    op: str  #: the operator that makes it depend, ``aten.mean.dim``
-    why: str  #: the operator's effect
+    op: str  #: the operator that makes it depend, or would, ``aten.mean.dim``
+    why: str  #: the operator's effect; or what was made of its operands, with the bytes of the traced call
     where: str = ""  #: the line of the user's code, as ``model.py:12: x.mean(1)``; empty if unknown
-    verdict: str = "unproved"  #: ``runtime`` if the contents of a call decide, else ``unproved``
+    #: ``runtime`` if the contents of a call decide, ``made`` if its padding is made neutral, else ``unproved``
+    verdict: str = "unproved"
 
     @property
     def through(self) -> str:
@@ -61,8 +62,10 @@ class SizeRecord:
     least: int | None  #: the least value that the graph admits; None for any
     greatest: int | None  #: the greatest value that the graph admits; None for any
     is_padded: bool  #: whether calls are padded along it
-    verdict: str | None = None  #: ``proved``, ``runtime`` or ``unproved``; None if no candidate, as of a parameter
-    causes: tuple[PaddingCause, ...] = ()  #: why it is not proved
+    #: ``proved``: padded as it is; ``made``: padded after changes to the graph; ``runtime`` or ``unproved``; None if no
+    #: candidate, as of a parameter
+    verdict: str | None = None
+    causes: tuple[PaddingCause, ...] = ()  #: why it is not proved, or what was made
     remedy: str = ""  #: what makes it padded, or padded with a check; empty if there is nothing to do
 
 

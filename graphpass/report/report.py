@@ -316,10 +316,11 @@ def padding_parts(figures: ReportFigures, *, with_pictures: bool) -> Iterator[Pa
     yield Bars("Share of padding by key", bars)
 
 
-def proof_tables(callables: Sequence[CallableRecord]) -> tuple[Table, Table, Table]:
-    """The sizes that distinguish calls, the ops that show padding, and what the proof of the others assumes."""
+def proof_tables(callables: Sequence[CallableRecord]) -> tuple[Table, ...]:
+    """The sizes that distinguish calls, the ops that show padding, what is made of it, and what the proof assumes."""
     symbols: dict[tuple[str, ...], list[str]] = {}
     reached: dict[tuple[str, str, str], dict[str, None]] = {}
+    made: dict[tuple[str, str, str], int] = {}
     for record in callables:
         for size in record.sizes:
             bounds = f"{_bound(size.least)} to {_bound(size.greatest)}"
@@ -327,6 +328,10 @@ def proof_tables(callables: Sequence[CallableRecord]) -> tuple[Table, Table, Tab
             row = (record.name, size.field, str(size.traced), bounds, size.verdict or "no candidate", is_padded)
             symbols.setdefault(row, []).append(size.symbol)
             for cause in size.causes:
+                if cause.verdict == "made":
+                    at = (record.name, size.field, cause.through)
+                    made[at] = made.get(at, 0) + 1
+                    continue
                 reached.setdefault((record.name, size.field, cause.through), {})[cause.target or "a value"] = None
     sizes = tuple((graph, size, listed(names), *rest) for (graph, size, *rest), names in symbols.items())
     not_proved = tuple((*row, ", ".join(targets)) for row, targets in reached.items())
@@ -334,6 +339,11 @@ def proof_tables(callables: Sequence[CallableRecord]) -> tuple[Table, Table, Tab
     return (
         Table("Sizes", ("graph", "size", "symbol", "traced", "admitted", "padding", "padded"), sizes),
         Table("Where padding is not proved", ("graph", "size", "through", "reaches"), not_proved),
+        Table(
+            "What is made of padding",
+            ("graph", "size", "through", "times"),
+            tuple((*row, str(times)) for row, times in made.items()),
+        ),
         Table("The proof assumes", ("graph", "what"), assumed),
     )
 

@@ -3,8 +3,7 @@
 ``python -m tests.bench.one_argument [--out DIR] [--models vit convnext ...] [--variants cgpass-dynamic ...]``; needs a
 GPU, timm and diffusers. All processes compile side by side, from empty caches, and are timed in turns. Timing begins
 when graphpass has made no graph for 150 passes, or after a minute. ``lengths`` is another workload: BERT over 1,000
-texts, each of another length, timed as a whole with its compilation. Its attention mask hides what pads a text, so
-graphpass is told what the mask holds there.
+texts, each of another length, timed as a whole with its compilation.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from tests.bench.turns import in_turn, take_turn
 
 NUM_BATCHES, LARGEST = 60, 32
 NUM_LENGTHS = 1000
-DECLARED: dict[str, dict[str, Any]] = {"lengths": {"padding": {"attention_mask": 0}}}  # options, by model
 QUIET_PASSES, SETTLES_WITHIN_S = 150, 60
 TURNS = 5
 VARIANTS = ("eager", "compile", "reduce-overhead", "cgpass", "cgpass-dynamic", "cgpass-tuned")
@@ -128,8 +126,8 @@ MODELS = {
 }
 
 
-def compiled(model: torch.nn.Module, variant: str, declared: dict[str, Any]) -> Callable[..., Any]:
-    """The model as the variant runs it; ``declared`` are options of graphpass."""
+def compiled(model: torch.nn.Module, variant: str) -> Callable[..., Any]:
+    """The model as the variant runs it."""
     if variant == "eager":
         return model
     if variant == "compile":
@@ -138,7 +136,7 @@ def compiled(model: torch.nn.Module, variant: str, declared: dict[str, Any]) -> 
         return torch.compile(model, dynamic=True, mode="reduce-overhead")
     options: dict[str, Any] = {"tune": "measure"} if variant == "cgpass-tuned" else {}
     dynamic = None if variant == "cgpass" else True
-    return torch.compile(model, backend="cgpass", dynamic=dynamic, options={**declared, **options})
+    return torch.compile(model, backend="cgpass", dynamic=dynamic, options=options)
 
 
 def captured(run: Callable[..., Any], variant: str) -> int:
@@ -173,7 +171,7 @@ def measure(name: str, variant: str, passes: int, wait: Callable[[], None]) -> d
     with torch.inference_mode():
         expected = [first_tensor(model(**batch)).float().cpu() for batch in batches[:NUM_BATCHES]]
         torch.cuda.empty_cache()
-        run = compiled(model, variant, DECLARED.get(name, {}))
+        run = compiled(model, variant)
         if name == "lengths":
             wait()
             first_s = _pass_s(run, batches)

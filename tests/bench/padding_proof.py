@@ -27,7 +27,7 @@ from torch._inductor.utils import fresh_cache
 
 from graphpass import partition
 from graphpass.compat import symbolic
-from graphpass.compile import RegionCompiler, traced_regions
+from graphpass.compile import RegionCompiler, reading, traced_regions
 from graphpass.regions import AtenGraph, PaddingProof, Partition
 from graphpass.regions.floats import floats_as_tensors
 from graphpass.regions.padding import prove_partition
@@ -66,7 +66,7 @@ class Backend:
         self.num_regions = len(parts.regions)  # of the last graph: Dynamo may start again
         captured = [region for region in parts.regions if region.kind == "captured"]
         start_s, read_s = cpu_s(), self.read_s
-        compiled = RegionCompiler().compile(captured, self.compiler, trace=self._read if self.proves else None)
+        compiled = RegionCompiler().compile(captured, self.compiler, trace=reading(self._read) if self.proves else None)
         self.compile_s += cpu_s() - start_s - (self.read_s - read_s)
         if self.proves:
             start_s = cpu_s()

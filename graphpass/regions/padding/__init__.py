@@ -23,6 +23,8 @@ Vocabulary
     finding     a way in which clean entries depend on padding; it follows the values to the results
     reason      what a rule returns, or raises, for an operator that makes such a finding
     assumption  a condition on contents under which the proof holds
+    whole       a place whose pad is also that of entries with other indices in padding; made padding is
+    repair      a change of the graph that makes padding neutral: see Note [Padding made]
     new field   a key field along which padding may have values that no real entry has: an index may not exist
 
 A softmax over a padded dimension
@@ -40,9 +42,10 @@ A softmax over a padded dimension
     Without the bias, the softmax meets an unknown pad and is refused: a finding for ``s`` reaches the output, with the
     operator, the line, and a remedy. Padded queries are garbage in rows that are cut off.
 
-Files, each above those that it uses: ``proof`` (verdicts), ``interpreter`` (one graph), ``program`` (a graph as a
-record), ``table`` (what each operator does) with its relations ``rearranging``, ``indexing``, ``combining`` and
-``pointwise``, ``calls`` (what a rule sees), ``sizes`` and ``values``.
+Files, each above those that it uses: ``lowering`` (writes repairs into a graph), ``deciding`` (which sizes get them),
+``repairs`` (what is tried for each operator), ``making`` (the walk that repairs), ``proof`` (verdicts), ``interpreter``
+(one graph), ``program`` (a graph as a record), ``table`` (what each operator does) with its relations ``rearranging``,
+``indexing``, ``attending``, ``combining`` and ``pointwise``, ``calls`` (what a rule sees), ``sizes`` and ``values``.
 """
 
 from graphpass.regions.padding.calls import (
@@ -53,8 +56,11 @@ from graphpass.regions.padding.calls import (
     PaddingReason,
     PaddingRule,
 )
-from graphpass.regions.padding.interpreter import Interpretation, interpret
-from graphpass.regions.padding.program import AtenGraph
+from graphpass.regions.padding.deciding import Asked, made
+from graphpass.regions.padding.interpreter import Interpretation, input_values, interpret
+from graphpass.regions.padding.lowering import write
+from graphpass.regions.padding.making import Made
+from graphpass.regions.padding.program import AtenGraph, Insertion
 from graphpass.regions.padding.proof import PaddingProof, mixing_of, padding_of, prove_partition
 from graphpass.regions.padding.sizes import Question, Sizes
 from graphpass.regions.padding.table import ignores_numbers, register_padding_rule
@@ -64,8 +70,11 @@ __all__ = [
     "CHECK_IF_DECLARED",
     "DECLARE_MASK",
     "HIDE_PADDING",
+    "Asked",
     "AtenGraph",
+    "Insertion",
     "Interpretation",
+    "Made",
     "OpCall",
     "PaddedValue",
     "PaddingFinding",
@@ -76,9 +85,12 @@ __all__ = [
     "Sizes",
     "Verdict",
     "ignores_numbers",
+    "input_values",
     "interpret",
+    "made",
     "mixing_of",
     "padding_of",
     "prove_partition",
     "register_padding_rule",
+    "write",
 ]

@@ -1,4 +1,4 @@
-"""Relations of operators that combine entries along dimensions: mixes, reduces, contracts, and attention."""
+"""Relations of operators that combine entries along dimensions: mixes, reduces and contracts."""
 
 from __future__ import annotations
 
@@ -13,22 +13,18 @@ import torch
 from graphpass.regions.padding.calls import (
     DECLARE_MASK,
     HIDE_PADDING,
-    MOVES,
     OpCall,
     PaddingReason,
     PaddingRule,
     Returned,
-    tensors_of,
-    words,
 )
-from graphpass.regions.padding.pointwise import broadcast, draws, entry_by_entry, real_entries
+from graphpass.regions.padding.pointwise import broadcast, entry_by_entry
 from graphpass.regions.padding.sizes import product
 from graphpass.regions.padding.values import (
     ALL_FINITE,
     LOW_SCORES,
     VISIBLE_ENTRY,
     Approximate,
-    Factors,
     Filled,
     Pad,
     PaddedValue,
@@ -36,8 +32,6 @@ from graphpass.regions.padding.values import (
     TensorShape,
     blurred,
     by_data,
-    cast_pad,
-    is_extreme,
     is_finite,
     is_low,
     is_number,
@@ -105,6 +99,25 @@ def after_rows(call: OpCall, value: PaddedValue) -> range:
 def channels_and_positions(call: OpCall, value: PaddedValue) -> range:
     """The channels of a convolution, and the positions that its window moves over."""
     return range(1 if value.rank == call.tensor("weight").rank else 0, value.rank)
+
+
+def convolution(call: OpCall) -> Returned:
+    """Behind its end a convolution reads zeros, and so it does where padding holds zeros; channels are mixed."""
+    value = call.tensor("input")
+    dims = channels_and_positions(call, value)
+    places = call.places(value, dims[1:])
+    is_whole = len(places) < 2 or value.whole.issuperset(places)
+    for place in places:  # guard: proof_convolved_zeros
+        if (
+            call.asks_independence
+            or not is_whole
+            or not is_zero(value.pad_at(place))
+            or len(value.factors[place[0]]) > 1
+        ):
+            raise call.refuse_place(value, place, "moves a window over")
+    call.unpadded(value, dims[:1], "moves a window over")
+    call.unpadded_weights("weight", "bias")
+    return call.each(lambda shape: _beside(call, value, dims, shape))
 
 
 def positions(call: OpCall, value: PaddedValue) -> range:
@@ -185,6 +198,22 @@ def is_greatest(pad: Pad) -> bool:
     return pad is True or pad == math.inf
 
 
+def lowest(dtype: torch.dtype) -> float | int:
+    """The neutral number of a maximum."""
+    return False if dtype is torch.bool else -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def greatest(dtype: torch.dtype) -> float | int:
+    """The neutral number of a minimum."""
+    return True if dtype is torch.bool else math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def _is_end(neutral: Neutral, pad: Pad, dtype: torch.dtype | None) -> bool:
+    """Whether an integer is the end of its type that a maximum or a minimum never returns beside others."""
+    ends = {is_least: lowest, is_greatest: greatest}
+    return type(pad) is int and dtype is not None and neutral in ends and pad == ends[neutral](dtype)
+
+
 def reduces(neutral: Neutral | None) -> PaddingRule:
     """The relation of an operator without the dimensions that it combines, whose padding must be neutral."""
 
@@ -211,8 +240,9 @@ def _require_neutral(call: OpCall, value: PaddedValue, dims: Sequence[int], neut
     for place in places:
         pad = value.pad_at(place)
         # guard: proof_any_padding_is_neutral, proof_statistics
-        known = neutral is not None and pad is not None and neutral(pad)
-        if known and len(places) > 1 and value.constant is None:  # guard: proof_two_padded_factors
+        known = neutral is not None and pad is not None and (neutral(pad) or _is_end(neutral, pad, value.dtype))
+        is_whole = value.constant is not None or value.whole.issuperset(places)
+        if known and len(places) > 1 and not is_whole:  # guard: proof_two_padded_factors
             sizes = tuple(value.factors[dim][at] for dim, at in places)
             raise call.refuse(f"{call.name.strip('_')} over several padded dimensions at once", product(sizes))
         if not known:
@@ -248,6 +278,17 @@ def extremes(neutral: Neutral) -> PaddingRule:
     """``max`` and ``min``, of one tensor or of two entry by entry."""
     reduction = reduces(neutral)
     return lambda call: entry_by_entry(call) if "other" in call.arguments else reduction(call)
+
+
+def place_of_extreme(call: OpCall) -> Returned | PaddingReason:
+    """``argmax`` and ``argmin``: among equal entries the first place wins, which is real if there is a real entry."""
+    value = call.tensor("self")
+    if call.argument("dim") is None and value.rank > 1:
+        call.unpadded(value, range(value.rank), f"{call.name} over")
+    for dim in named_dims(call, value):  # guard: made_places_of_extremes
+        if not call.sizes.is_prefix(value.factors[dim]):
+            raise call.refuse(f"{call.name} counts entries over padding between them", product(value.factors[dim]))
+    return reduces(is_least if call.name == "argmax" else is_greatest)(call)
 
 
 def norm(call: OpCall) -> Returned | PaddingReason:
@@ -377,7 +418,8 @@ def _contract(call: OpCall, first: PaddedValue, second: PaddedValue) -> bool:
     if not call.sizes.any_padded((*ours, *theirs)):
         return False
     places = call.places(first, dims[:1]), call.places(second, dims[1:])
-    if ours != theirs or len(places[0]) != 1:  # guard: proof_contracted_factors
+    are_whole = first.whole.issuperset(places[0]) and second.whole.issuperset(places[1])
+    if ours != theirs or (len(places[0]) != 1 and not are_whole):  # guard: proof_contracted_factors
         why = f"sums products over dimensions of factors {list(ours)} and {list(theirs)}"
         raise call.refuse(why, call.sizes.first_padded(ours, theirs))
     pads = first.pad_at(places[0][0]), second.pad_at(places[1][0])
@@ -433,140 +475,3 @@ def _with_bias(call: OpCall, matrix: PaddedValue, bias: object) -> PaddedValue:
         if is_zero(ours) and is_zero(theirs):  # guard: proof_bias_of_zero_rows
             pads[place] = 0
     return result.with_pads(pads)
-
-
-# --- attention: padded keys need a mask or causal order
-
-
-def attention(call: OpCall) -> Returned:
-    """``softmax(q @ k.T + mask) @ v`` over [..., length, features]; all outputs but the first are for the backward."""
-    if call.argument("dropout_p", default=0.0) != 0.0:  # guard: proof_attention_dropout
-        draws(call)
-    query, key, value = call.tensor("query"), call.tensor("key"), call.tensor("value")
-    for tensor in (query, key, value):
-        call.unpadded(tensor, [tensor.rank - 1], "attends with features over")  # guard: proof_attention_features
-    given = call.argument("attn_mask", "attn_bias")
-    mask = given if isinstance(given, PaddedValue) else None
-    batches = query.factors[:-2]
-    for other in (key, value, *([mask] if mask is not None else [])):
-        offset = query.rank - other.rank
-        of_batches = PaddedValue(other.factors[max(0, -offset) : -2])
-        batches = tuple(call.unify_into(batches, of_batches))
-    keys = call.unify(key.factors[-2], value.factors[-2])
-    queries = query.factors[-2]
-    if mask is not None and mask.rank > 1 and call.sizes.unified(mask.factors[-2], queries) != queries:
-        raise call.refuse(f"a mask of rows {list(mask.factors[-2])} for queries {list(queries)}", queries[0])
-    if call.sizes.any_padded(keys):
-        _check_keys(call, query, keys, mask)
-        for tensor in (key, value):
-            for place in call.places(tensor, [tensor.rank - 2]):  # a weight of zero times infinity is NaN
-                if not is_finite(tensor.pad_at(place)):  # guard: proof_nan_as_values
-                    raise call.refuse_place(tensor, place, "multiplies by weights of zero over", HIDE_PADDING)
-    elif call.argument("is_causal", default=False) and call.sizes.any_padded(queries[1:]):
-        raise call.refuse(f"causal attention of queries with padding inside: {list(queries)}", queries[-1])
-    result = call.carried(PaddedValue((*batches, queries, value.factors[-1])), query, key, value)
-    if mask is not None:
-        result = _without_hidden_rows(call, result, mask)
-    if not isinstance(call.result, tuple):
-        return result
-    reason = PaddingReason("the outputs for its backward are not followed")
-    return (result, *call.sides(lambda shape: call.reached(call.fresh(shape), reason)))
-
-
-def _without_hidden_rows(call: OpCall, result: PaddedValue, mask: PaddedValue) -> PaddedValue:
-    """``result``, not finite in padding from which the mask hides all keys: some kernels compute NaN there."""
-    wide = broadcast(call, mask, (*result.factors[:-1], mask.factors[-1]))
-    pads = {place: wide.pad_at(place) for place in call.places(result)}
-    hidden = [place for place, pad in pads.items() if pad is False or not is_finite(shown(pad))]
-    return result.with_pads({**result.pads, **dict.fromkeys(hidden, Approximate.NOT_FINITE)})
-
-
-def _check_keys(call: OpCall, query: PaddedValue, keys: Factors, mask: PaddedValue | None) -> None:
-    """Refuse padded keys that a real query may see."""
-    at_fault, is_causal = call.sizes.first_padded(keys), call.argument("is_causal", default=False)
-    # Scores of padded keys would be NaN, which no mask that is added hides.
-    if not is_finite(query.held):  # guard: proof_attention_infinite_queries
-        raise call.refuse("multiplies infinite queries by padded keys", at_fault, HIDE_PADDING)
-    if mask is not None and mask.factors[-1] == keys:
-        places = call.places(mask, [mask.rank - 1])
-        pad = mask.pad_at(places[0]) if len(places) == 1 else None
-        # guard: proof_attention_bool_mask, proof_attention_mask
-        hides = pad is False if mask.dtype is torch.bool else is_low(pad)
-        if hides:
-            call.assumptions.update([ALL_FINITE, VISIBLE_ENTRY, *([LOW_SCORES] if pad is Approximate.MASKED else [])])
-            return
-        if not is_causal:
-            contents = "" if pad is None else f" (its padding holds {getattr(pad, 'value', pad)})"
-            why = f"attends to padded keys: the mask does not hide them{contents}"
-            raise call.refuse(why, at_fault, HIDE_PADDING)
-    if is_causal and query.factors[-2] == keys and call.sizes.starts_clean(keys):
-        call.assumptions.add(ALL_FINITE)
-        return
-    # guard: proof_attention_without_mask
-    raise call.refuse("attends to padded keys without a mask", at_fault, HIDE_PADDING)
-
-
-def self_attention(call: OpCall) -> Returned:
-    """``nn.TransformerEncoderLayer`` in eval mode: self-attention, then operators within rows."""
-    value = call.tensor("src")
-    call.unpadded_weights(*(name for name in call.arguments if name not in ("src", "mask")))
-    return attention(call.with_arguments(query=value, key=value, value=value, attn_mask=_shown(call)))
-
-
-def multi_head_attention(call: OpCall) -> Returned:
-    """``nn.MultiheadAttention`` in eval mode: its second result are the weights [batch, (heads,) queries, keys]."""
-    call.unpadded_weights(*(name for name in call.arguments if name not in ("query", "key", "value", "mask")))
-    attended = attention(replace(call.with_arguments(attn_mask=_shown(call)), result=call.shapes[0]))
-    assert isinstance(attended, PaddedValue), "attention with one result returns one value"
-
-    def weights(shape: TensorShape) -> PaddedValue:
-        batch, queries = attended.factors[:2]
-        value = PaddedValue((batch, *call.fresh(shape).factors[1:-2], queries, call.tensor("key").factors[1]))
-        to = {0: 0, 1: value.rank - 2}
-        pads: dict[Place, Pad | None] = {(to[dim], at): pad for (dim, at), pad in attended.padding}
-        return value.with_pads(pads | dict.fromkeys(call.places(value, [value.rank - 1]), 0.0))
-
-    return (attended, *call.sides(weights))
-
-
-def _shown(call: OpCall) -> PaddedValue | None:
-    """The mask as attention takes it. True, or a number other than zero, hides a key; ``mask_type`` names the shape.
-
-    0: [queries, keys], 1: [batch, keys], 2: [batch, heads, queries, keys]
-    """
-    mask = call.argument("mask")
-    if not isinstance(mask, PaddedValue):
-        return None
-    dims = {0: (0, 1), 1: (0, None, 1), 2: (0, 2, 3)}[call.argument("mask_type", default=0) or 0]
-    factors = tuple(mask.factors[dim] if dim is not None else () for dim in dims)
-    pads = {(dims.index(dim), at): not pad for (dim, at), pad in mask.padding if dim in dims and is_number(pad)}
-    return PaddedValue(factors, dtype=torch.bool).with_pads(pads)
-
-
-# --- infinities: entries of a result that a mask, or an operator, makes infinite
-
-_ALSO_MOVES = words(
-    "copy_ movedim tril triu take_along_dim unfold index_copy index_fill index_add slice_scatter select_scatter",
-    "zero_padding",
-)
-
-_HIDES = (attention, self_attention, multi_head_attention)
-"""Rules of operators that give no weight to what a mask of -inf hides."""
-
-
-def infinities_of(call: OpCall, rule: PaddingRule | None, value: PaddedValue) -> Pad | None:
-    """What real entries of ``value`` hold if the graph makes some of them infinite, else None."""
-    held = [tensor.held for tensor in tensors_of(call.arguments.values())]
-    numbers = [number for number in call.arguments.values() if isinstance(number, float) and is_extreme(number)]
-    if call.asks_independence or value.dtype is None or not (numbers or any(map(is_extreme, held))):
-        return None
-    if rule is entry_by_entry and not isinstance(call.result, tuple):
-        found = real_entries(call)
-    elif rule is softmax:
-        found = weight_of(call.name, *held)
-    elif call.name in MOVES or call.name in _ALSO_MOVES:
-        found = functools.reduce(by_data, (*held, *numbers))
-    else:
-        found = blurred(*(map(shown, held) if rule in _HIDES or call.name == "logsumexp" else held))
-    found = cast_pad(found, value.dtype)
-    return by_data(None, found) if is_extreme(found) else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -31,6 +31,7 @@ from graphpass.regions.padding.values import (
     Factors,
     PaddedValue,
     PaddingFinding,
+    Place,
     Sign,
     Size,
     Verdict,
@@ -43,6 +44,9 @@ ROW_FOR_EACH_BAG = (
     "pass ids of two dimensions, a row for each bag that is filled up with padding_idx, and declare what the padding"
     " holds (padding={'ids': 0} for padding_idx=0)"
 )
+ArgumentPath: TypeAlias = "tuple[str] | tuple[str, int]"
+"""The name of an argument, and a position in it if it is a list."""
+
 FROM_START = "index_from_start"
 """``where(i < 0, i + n, i)``, as ``patterns`` writes it."""
 
@@ -54,6 +58,8 @@ def stays_real(call: OpCall, index: PaddedValue, of_dim: Factors) -> bool:
     if index.constant is not None:
         # guard: proof_picked_by_data
         return type(index.constant) is int and index.constant >= 0 and call.sizes.is_prefix(of_dim)
+    if index.counted is not None:  # guard: made_index_counts
+        return index.counted == product(of_dim) and call.sizes.is_prefix(of_dim)
     if index.index is None or len(of_dim) > 1:
         return False  # guard: proof_picked_unknown
     along = index.factors[index.index.dim][index.index.factor]
@@ -246,8 +252,8 @@ def _written(call: OpCall, value: PaddedValue, *reasons: PaddingReason) -> Padde
 def _hide_what_is_added(call: OpCall, source: object) -> str:
     """The remedy where entries in padding are added to what others wrote, which a check never accepts."""
     adds = call.name in ("index_add", "scatter_add") or call.argument("accumulate") or call.argument("reduce") == "sum"
-    places = call.places(source) if isinstance(source, PaddedValue) else []
-    return HIDE_PADDING if adds and not all(is_zero(source.pad_at(place)) for place in places) else ""
+    pads = [source.pad_at(place) for place in call.places(source)] if isinstance(source, PaddedValue) else []
+    return HIDE_PADDING if adds and not all(map(is_zero, pads)) else ""
 
 
 def scatter(call: OpCall) -> PaddedValue:
@@ -367,6 +373,8 @@ def sign_of(call: OpCall, value: PaddedValue, at: int) -> Sign:
 def _by_operator(call: OpCall, at: int) -> bool:
     if call.name == FROM_START:
         return _known(call, "self") or call.tensor("length").sign is Sign.REAL_SIZE  # guard: proof_index_from_elsewhere
+    if call.op == "graphpass.neutral":
+        return _known(call, "self")
     if not call.op.startswith(("aten.", "prims.")):
         return False
     if call.name in _NEVER_NEGATIVE or (call.name in _WITH_PLACES and at == 1):
@@ -438,29 +446,50 @@ def new_fields(call: OpCall, tensors: Sequence[PaddedValue], value: PaddedValue)
     present = frozenset(field for dim, at in sizes.places(value) for field in sizes.fields_of(value.factors[dim][at]))
     if not present:
         return present
-    if call.name in _COUNTS:
+    if call.name in _COUNTS or _counts_padding(call):
         return present
     inherited = frozenset[str]().union(*(tensor.new_fields for tensor in tensors))
     if call.name in _RUNNING:
         dim = call.dim(call.argument("dim"), value.rank)
         inherited |= {field for size in value.factors[dim] for field in sizes.fields_of(size)}
-    return inherited & present
+    filled = frozenset(field for dim, at in value.whole for field in sizes.fields_of(value.factors[dim][at]))
+    rest = (place for place in sizes.places(value) if place not in value.whole)
+    return (inherited & present) - (  # guard: made_contents
+        filled - {field for dim, at in rest for field in sizes.fields_of(value.factors[dim][at])}
+    )
+
+
+def _counts_padding(call: OpCall) -> bool:
+    """Whether the places that it returns are among more entries than the real ones."""
+    value = call.argument("self")
+    if call.name not in ("argmax", "argmin") or not isinstance(value, PaddedValue):
+        return False
+    return bool(call.places(value, call.dims(call.argument("dim"), value.rank)))
 
 
 def reads_outside(call: OpCall) -> PaddingReason | None:
     """Why indices in padding may be out of bounds for an operator; None if all are in bounds."""
     if call.asks_independence:
         return None
-    for index, of_dim in index_operands(call):
+    for _, index, of_dim in index_operands(call):
         if not index.new_fields or is_whole(index, of_dim) or stays_real(call, index, of_dim):
             continue
-        for dim, at in call.sizes.places(index):
+        for dim, at in new_places(call, index):
             size = index.factors[dim][at]
-            is_new = not index.new_fields.isdisjoint(call.sizes.fields_of(size))
-            if is_new and not _exists(index.pad_at((dim, at)), of_dim):
+            if not _exists(index.pad_at((dim, at)), of_dim):
                 why = f"its padding may index beyond the {product(of_dim)} entries"
                 return PaddingReason(why, size=size, remedy=CHECK_IF_DECLARED)
     return None
+
+
+def new_places(call: OpCall, index: PaddedValue) -> list[Place]:
+    """The places of an index where its padding may have values that no real entry has."""
+    places = call.sizes.places(index)
+    return [
+        place
+        for place in places
+        if not index.new_fields.isdisjoint(call.sizes.fields_of(index.factors[place[0]][place[1]]))
+    ]
 
 
 def _exists(pad: object, of_dim: Factors) -> bool:
@@ -469,22 +498,23 @@ def _exists(pad: object, of_dim: Factors) -> bool:
     return type(pad) is int and (pad == 0 or (isinstance(length, int) and -length <= pad < length))
 
 
-def index_operands(call: OpCall) -> Iterator[tuple[PaddedValue, Factors]]:
-    """Each index tensor of an operator, with the factors of the dimension that it indexes."""
+def index_operands(call: OpCall) -> Iterator[tuple[ArgumentPath, PaddedValue, Factors]]:
+    """Each index tensor of an operator: its argument, what it is, and the factors of the dimension that it indexes."""
     if call.name == "embedding" or call.name in BAGS:
-        yield call.tensor("indices"), call.tensor("weight").factors[0]
+        yield ("indices",), call.tensor("indices"), call.tensor("weight").factors[0]
     elif call.name in _BY_POSITION:
         value = call.tensor("self")
-        for of_dim, index in zip(value.factors, call.argument("indices"), strict=False):
+        for at, (of_dim, index) in enumerate(zip(value.factors, call.argument("indices"), strict=False)):
             if isinstance(index, PaddedValue) and index.dtype is not torch.bool:
-                yield index, of_dim
+                yield ("indices", at), index, of_dim
     elif call.name in _ALONG_DIM:
         value, index = call.tensor("self"), call.tensor("index", "indices")
+        path = ("index" if "index" in call.arguments else "indices",)
         dim = call.argument("dim")
         if isinstance(dim, int) and value.rank:
-            yield index, value.factors[call.dim(dim, value.rank)]
+            yield path, index, value.factors[call.dim(dim, value.rank)]
         else:
-            yield index, tuple(size for of_dim in value.factors for size in of_dim)
+            yield path, index, tuple(size for of_dim in value.factors for size in of_dim)
 
 
 # --- positions: values that depend on the index of an entry in its batch, where its entries must be independent
@@ -540,7 +570,9 @@ def _read(call: OpCall) -> Iterator[PaddedValue]:
     """The tensors whose contents the result depends on: not an index 0, 1, 2, ... over a whole padded dimension."""
     yield from tensors_of(argument for name, argument in call.arguments.items() if name not in _INDEX_ARGUMENTS)
     pairs = {
-        id(index) for index, of_dim in index_operands(call) if call.sizes.any_padded(of_dim) and is_whole(index, of_dim)
+        id(index)
+        for _, index, of_dim in index_operands(call)
+        if call.sizes.any_padded(of_dim) and is_whole(index, of_dim)
     }
     for name in _INDEX_ARGUMENTS & call.arguments.keys():
         yield from (index for index in tensors_of([call.arguments[name]]) if id(index) not in pairs)

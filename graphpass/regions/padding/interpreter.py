@@ -10,6 +10,7 @@ import sympy
 import torch
 
 from graphpass.compat import operators, symbolic
+from graphpass.regions.padding.attending import infinities_of
 from graphpass.regions.padding.calls import (
     CHECK_IF_DECLARED,
     REGISTER_RULE,
@@ -19,7 +20,6 @@ from graphpass.regions.padding.calls import (
     Unknown,
     tensors_of,
 )
-from graphpass.regions.padding.combining import infinities_of
 from graphpass.regions.padding.indexing import by_position, needs_real_contents, new_fields, reads_outside, sign_of
 from graphpass.regions.padding.program import CONSTANT, GETITEM, NUMBER, AtenGraph, AtenNode, Ref, references
 from graphpass.regions.padding.sizes import Sizes, as_size, product, quotient
@@ -27,6 +27,7 @@ from graphpass.regions.padding.table import applied, is_registered, rule_for
 from graphpass.regions.padding.values import (
     PaddedValue,
     PaddingFinding,
+    Place,
     Sign,
     Size,
     TensorShape,
@@ -94,11 +95,11 @@ def input_values(
 def interpret(
     graph: AtenGraph, inputs: Sequence[PaddedValue | Size | None], sizes: Sizes, trusted: Collection[str] = ()
 ) -> Interpretation:
-    """Run a graph over abstract values."""
-    return _Run(graph, sizes, frozenset(trusted)).run(inputs)
+    """Walk a graph over abstract values."""
+    return Walk(graph, sizes, frozenset(trusted)).run(inputs)
 
 
-class _Run:
+class Walk:
     """The state of one run: the values so far, which of them depend on padded inputs, and the findings."""
 
     def __init__(self, graph: AtenGraph, sizes: Sizes, trusted: frozenset[str]) -> None:
@@ -113,18 +114,30 @@ class _Run:
         self._needs_real_contents = False
 
     def run(self, inputs: Sequence[PaddedValue | Size | None]) -> Interpretation:
+        """Walk the graph on abstract inputs."""
         for position, (shape, value) in enumerate(zip(self._graph.inputs, inputs, strict=True)):
             checked = self._input(position, shape, value)
             self._values.append(checked)
             is_padded = isinstance(checked, PaddedValue) and bool(checked.findings or self._sizes.places(checked))
             self._depends.append(is_padded)
-        for node in self._graph.nodes:
-            self._depends.append(any(map(self._depends.__getitem__, references(node.arguments))))
-            self._values.append(self._step(node))
-        outputs = tuple(self._of(output) for output in self._graph.outputs)
+        self._walk()
+        outputs = tuple(self._of(output) for output in self._outputs())
         outputs = tuple(output if isinstance(output, (PaddedValue, int, sympy.Basic)) else None for output in outputs)
         findings, assumptions = frozenset(self._everywhere), frozenset(self._assumptions)
         return Interpretation(outputs, self._written, findings, assumptions, self._needs_real_contents)
+
+    def _walk(self) -> None:
+        for node in self._graph.nodes:
+            self._add(node)
+
+    def _add(self, node: AtenNode) -> Ref:
+        """Walk one node on the values so far."""
+        self._depends.append(any(map(self._depends.__getitem__, references(node.arguments))))
+        self._values.append(self._step(node))
+        return Ref(len(self._values) - 1)
+
+    def _outputs(self) -> tuple[Ref | Size | None, ...]:
+        return self._graph.outputs
 
     def _input(self, position: int, shape: object, value: object) -> object:
         if not isinstance(shape, TensorShape):
@@ -309,7 +322,9 @@ class _Run:
         index = value.index
         exists = index and index.dim < value.rank and index.factor < len(value.factors[index.dim])
         index = index if exists and shape.dtype in (torch.int64, torch.int32) else None
-        return replace(value.with_pads(pads), constant=constant, index=index, dtype=shape.dtype)
+        made = (value.whole & places, value.counted) if call.op.startswith("graphpass.") else (frozenset[Place](), None)
+        value = replace(value.with_pads(pads), constant=constant, index=index, dtype=shape.dtype)
+        return replace(value, whole=made[0], counted=made[1])  # guard: made_padding_of_other_results
 
     def _fits(self, value: PaddedValue, shape: TensorShape) -> bool:
         pairs = zip(value.factors, map(self._sizes.renamed, shape.sizes), strict=False)

@@ -55,6 +55,18 @@ class AtenNode:
 
 
 @dataclass(frozen=True, slots=True)
+class Insertion:
+    """One repair, for reports."""
+
+    op: str  #: the operator that needed it
+    where: str  #: the line of the user's code
+    what: str  #: ``0 in dimension 1``
+    size: Size  #: the padded size
+    sizes: tuple[Size, ...]  #: of the tensor that it makes
+    itemsize: int  #: bytes of an entry
+
+
+@dataclass(frozen=True, slots=True)
 class AtenGraph:
     """A graph of aten operators with symbolic sizes."""
 
@@ -64,11 +76,18 @@ class AtenGraph:
     nodes: tuple[AtenNode, ...]  #: the operators, in order
     outputs: tuple[Ref | Size | None, ...]  #: for each flat output a :class:`Ref`, a number, or None
     symbols: tuple[sympy.Symbol, ...]  #: the symbols of the inputs in order of first occurrence
+    insertions: tuple[Insertion, ...] = ()  #: the repairs in it, where its padding is made
 
     @staticmethod
     def of(graph_module: fx.GraphModule) -> AtenGraph:
         """The record of a graph from AOTAutograd, whose nodes have their fake values in ``meta["val"]``."""
         return _Reader(graph_module).read()
+
+    @staticmethod
+    def as_decomposed(graph_module: fx.GraphModule) -> tuple[AtenGraph, dict[int, fx.Node]]:
+        """The record without whole softmaxes in place of their parts; {position of a node in it: what it records}."""
+        reader = _Reader(graph_module, completes_softmax=False)
+        return reader.read(), reader.recorded
 
 
 def references(argument: Any) -> Iterator[int]:
@@ -83,8 +102,11 @@ def references(argument: Any) -> Iterator[int]:
 class _Reader:
     """Reads one graph module, node by node."""
 
-    def __init__(self, graph_module: fx.GraphModule) -> None:
+    def __init__(self, graph_module: fx.GraphModule, *, completes_softmax: bool = True) -> None:
         self._module = graph_module
+        always = (_cut_padding, _from_start, _comparison, _bags_of_rows)
+        self._patterns = (_softmax, *always) if completes_softmax else always
+        self.recorded: dict[int, fx.Node] = {}
         self._at: dict[fx.Node, Any] = {}
         self._nodes: list[AtenNode] = []
         self._inputs: tuple[Any, ...] = ()
@@ -108,6 +130,8 @@ class _Reader:
             elif node.op != "placeholder":
                 composed = self._decomposed(node) if isinstance(node.target, operators.OpOverload) else None
                 self._at[node] = self._added(self._node(node)) if composed is None else composed
+                if composed is None:
+                    self.recorded[len(self._nodes) - 1] = node
         shapes = tuple(s if isinstance(s, (TensorShape, int, sympy.Basic)) else None for s in self._inputs)
         names = tuple(str(node.name) for node in placeholders)
         sizes = [size for shape in shapes for size in (shape.sizes if isinstance(shape, TensorShape) else (shape,))]
@@ -116,7 +140,7 @@ class _Reader:
         return AtenGraph(shapes, names, tuple(self._nodes), outputs, symbols)
 
     def _added(self, node: AtenNode) -> Ref:
-        self._nodes.extend(_recognised(node, self))
+        self._nodes.extend(next(filter(None, (pattern(node, self) for pattern in self._patterns)), (node,)))
         return Ref(self.next.index - 1)
 
     @property
@@ -206,7 +230,8 @@ class _Reader:
     def _restrided(self, node: fx.Node, where: str) -> AtenNode | None:
         """An ``as_strided`` as a view, if its entries are those of the whole tensor in the order of memory."""
         source: Any = node.args[0]
-        tensor, result = source.meta.get("val"), node.meta.get("val")
+        tensor: Any = source.meta.get("val")
+        result: Any = node.meta.get("val")
         if tensor is None or self._size(tensor.storage_offset()) != self._size(result.storage_offset()):
             return None
         value, before, after = self._plain(source), self._strided(tensor), self._strided(result)
@@ -344,10 +369,7 @@ def _by_length(fact: sympy.Basic) -> tuple[Any, Any]:
 # --- operators that a compiler decomposed, where padding can be proved for the whole operator only
 
 
-def _recognised(node: AtenNode, earlier: _Reader) -> tuple[AtenNode, ...]:
-    """The nodes to record for ``node``, which follows ``earlier`` ones: itself, or the operator that it completes."""
-    patterns = (_softmax, _cut_padding, _from_start, _comparison, _bags_of_rows)
-    return next(filter(None, (pattern(node, earlier) for pattern in patterns)), (node,))
+# Each pattern returns the nodes to record for ``node``, which follows ``earlier`` ones; none if it does not apply.
 
 
 def _softmax(node: AtenNode, earlier: _Reader) -> tuple[AtenNode, ...]:

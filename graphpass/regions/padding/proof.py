@@ -27,6 +27,7 @@ from graphpass.regions.padding.sizes import Question, Sizes, as_size
 from graphpass.regions.padding.values import PaddedValue, PaddingFinding, Sign, Size, TensorShape, Verdict
 from graphpass.regions.split import Partition
 
+InputsOf: TypeAlias = Callable[[Sizes], Sequence["PaddedValue | Size | None"]]
 ResultFactors = tuple[tuple[sympy.Expr, ...], ...]
 
 
@@ -66,28 +67,34 @@ def padding_of(
 
     def attempt(candidates: Mapping[sympy.Symbol, str]) -> tuple[Interpretation, tuple[PaddingFinding, ...]]:
         sizes = Sizes(candidates)
-        inputs = input_values(record.inputs, sizes, declared)
-        run = interpret(record, inputs, sizes)
+        values = input_values(record.inputs, sizes, declared)
+        run = interpret(record, values, sizes)
         targets = {position: f"written input '{names[position]}'" for position in run.written}
-        return run, findings_of_results(run, sizes, inputs, targets)
+        return run, findings_of_results(run, sizes, values, targets)
 
     return decided(fields, attempt)
 
 
 def findings_of_results(
-    run: Interpretation, sizes: Sizes, inputs: Sequence[PaddedValue | Size | None], targets: Mapping[int, str]
+    run: Interpretation,
+    sizes: Sizes,
+    inputs: Sequence[PaddedValue | Size | None],
+    targets: Mapping[int, str],
+    *,
+    are_cut: bool = True,
 ) -> tuple[PaddingFinding, ...]:
     """Findings for everything that leaves a graph: outputs, written inputs, numbers for the host, random numbers.
 
     An output that is a size causes no finding: the caller evaluates its expression at the real sizes. ``targets`` names
-    the written ones among ``inputs``, which are the values before the run.
+    the written ones among ``inputs``, which are the values before the run; ``are_cut`` if outputs are cut by prefix.
     """
     findings = list(run.findings)
     for position, output in enumerate(run.outputs):
         if isinstance(output, PaddedValue):
             target = f"output {position}"
             findings += [finding.reaching(target) for finding in output.findings]
-            findings += _padding_inside(output, sizes, target)  # guard: proof_padding_inside_a_result
+            if are_cut:
+                findings += _padding_inside(output, sizes, target)  # guard: proof_padding_inside_a_result
     for position, value in run.written.items():
         target = targets[position]
         findings += [finding.reaching(target) for finding in value.findings]  # guard: proof_written_inputs

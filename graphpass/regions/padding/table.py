@@ -24,7 +24,7 @@ import torch
 
 from graphpass.compat import operators
 from graphpass.errors import OptionError, did_you_mean
-from graphpass.regions.padding import combining, indexing, pointwise, rearranging
+from graphpass.regions.padding import attending, combining, indexing, neutral, pointwise, rearranging
 from graphpass.regions.padding.calls import OpCall, PaddingReason, PaddingRule, Returned
 from graphpass.regions.padding.combining import contracts, extremes, mixes, reduces
 from graphpass.regions.padding.values import PaddedValue, is_low, is_zero, operator_named
@@ -67,6 +67,8 @@ _KEEPS: list[tuple[PaddingRule, str]] = [
     (pointwise.copied, "copy copy_"),
     (pointwise.dropout, "native_dropout dropout"),
     (_zero_padding, "graphpass::zero_padding"),
+    (neutral.neutral, neutral.NEUTRAL),
+    (neutral.real_index, neutral.REAL_INDEX),
 ]
 
 _MAKES: list[tuple[PaddingRule, str]] = [
@@ -77,6 +79,7 @@ _MAKES: list[tuple[PaddingRule, str]] = [
     ),
     (OpCall.fresh, "empty new_empty empty_like empty_strided new_empty_strided empty_permuted | empty_strided"),
     (pointwise.counted, "arange | iota"),
+    (neutral.real_size, neutral.REAL_SIZE),
     (pointwise.identity_matrix, "eye"),
     (
         pointwise.random_numbers,
@@ -100,7 +103,7 @@ _MIXES: list[tuple[PaddingRule, str]] = [
         " _batch_norm_with_update _batch_norm_with_update_functional",
     ),
     (
-        mixes(combining.channels_and_positions, "moves a window over", ["weight", "bias"]),
+        combining.convolution,
         "convolution _convolution",
     ),
     (
@@ -125,13 +128,13 @@ _MIXES: list[tuple[PaddingRule, str]] = [
     (combining.scan, "cumsum cumprod logcumsumexp cummax cummin"),
     (combining.recurrent_layer, "mkldnn_rnn_layer"),
     (
-        combining.attention,
+        attending.attention,
         "scaled_dot_product_attention _scaled_dot_product_attention_math _scaled_dot_product_flash_attention"
         " _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention"
         " _scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable",
     ),
-    (combining.self_attention, "_transformer_encoder_layer_fwd"),
-    (combining.multi_head_attention, "_native_multi_head_attention"),
+    (attending.self_attention, "_transformer_encoder_layer_fwd"),
+    (attending.multi_head_attention, "_native_multi_head_attention"),
 ]
 
 _REDUCES: list[tuple[PaddingRule, str]] = [
@@ -143,10 +146,11 @@ _REDUCES: list[tuple[PaddingRule, str]] = [
     (extremes(combining.is_least), "max"),
     (extremes(combining.is_greatest), "min"),
     (reduces(is_low), "logsumexp"),
+    (combining.place_of_extreme, "argmax argmin"),
     (combining.norm, "linalg_vector_norm norm"),
     (
         reduces(None),
-        "mean nanmean var std var_mean std_mean median nanmedian mode argmax argmin kthvalue aminmax | var xor_sum",
+        "mean nanmean var std var_mean std_mean median nanmedian mode kthvalue aminmax | var xor_sum",
     ),
 ]
 

@@ -150,6 +150,9 @@ class PaddedValue:
     findings: frozenset[PaddingFinding] = frozenset()  #: the ways in which clean entries depend on padding
     #: Key fields along which padding may have values that no real entry has. See Note [Contents of padding].
     new_fields: frozenset[str] = frozenset()
+    #: Places whose padding holds its pad also where other indices are in padding. Only made padding is known so.
+    whole: frozenset[Place] = frozenset()
+    counted: Size | None = None  #: set if real entries are indices into a dimension of this size at its real size
     #: Findings for the index of each entry in its batch, which the contents depend on. Only ``mixing_of`` asks for
     #: them; they do not count where the value is an index that pairs each entry with itself.
     by_position: frozenset[PaddingFinding] = frozenset()

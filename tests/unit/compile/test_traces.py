@@ -12,7 +12,8 @@ from torch import fx
 
 from graphpass import partition
 from graphpass.compat import symbolic
-from graphpass.compile import COMPILERS, CompiledRegions, RegionCompiler, RegionTrace, traced_regions
+from graphpass.compile import COMPILERS, CompiledRegions, RegionCompiler, RegionTrace, reading, traced_regions
+from graphpass.compile.compilers import Reading, TraceOf
 from graphpass.regions import Partition
 from tests.unit.compile.test_once import Layers
 
@@ -29,6 +30,7 @@ class Traced:
 
     compiler: str
     trace: Callable[[fx.GraphModule], Any] | None = ops_of
+    passes: TraceOf | None = None
     regions: RegionCompiler = field(default_factory=RegionCompiler)
     parts: list[Partition] = field(default_factory=list)
     compiled: list[CompiledRegions] = field(default_factory=list)
@@ -38,7 +40,8 @@ class Traced:
     def __call__(self, graph_module: fx.GraphModule, examples: Any) -> Callable[..., Any]:
         parts = partition(graph_module, ["compiletest::cut"])
         captured = [region for region in parts.regions if region.kind == "captured"]
-        compiled = self.regions.compile(captured, self.compiler, trace=self.trace)
+        passes = None if self.trace is None else self.passes or reading(self.trace)
+        compiled = self.regions.compile(captured, self.compiler, trace=passes)
         shape_env = symbolic.shape_env_of(given.value for given in parts.inputs)
         before = symbolic.facts_of(shape_env)
         if self.trace is not None:
@@ -70,6 +73,16 @@ def test_each_structure_is_shown_once(compiler: str) -> None:
     assert any("addmm" in op for op in compiled.traces["r0"].result)
     assert {id(trace.result) for trace in traced.eager[0].values()} == {id(traced.eager[0]["r1"].result)}
     assert traced.eager[0]["r1"].result == ["compiletest.cut.default"]
+
+
+def test_equal_regions_share_an_artifact_if_their_passes_decide_alike() -> None:
+    def apart(region: Any) -> Reading:
+        return Reading(ops_of, key=region.name)
+
+    for passes, expected in ((None, 3), (apart, 5)):
+        traced = Traced("aot_eager", passes=passes)
+        traced.run(Layers(4).eval(), torch.randn(3, 4))
+        assert traced.compiled[0].num_new == expected
 
 
 def test_what_another_graph_compiled_is_not_shown_again() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from graphpass import partition
 from graphpass.compat import symbolic
-from graphpass.compile import COMPILERS, RegionCompiler, traced_regions
+from graphpass.compile import COMPILERS, RegionCompiler, reading, traced_regions
 from graphpass.regions import AtenGraph, OpCall, PaddedValue, PaddingProof, Partition, Verdict, register_padding_rule
 from graphpass.regions.padding import ignores_numbers, prove_partition
 from graphpass.regions.padding import proof as padding_proof
@@ -96,7 +96,7 @@ class Prover:
     def __call__(self, graph_module: fx.GraphModule, examples: Any) -> Callable[..., Any]:
         parts = partition(graph_module, self.splitting_ops)
         captured = [region for region in parts.regions if region.kind == "captured"]
-        compiled = RegionCompiler().compile(captured, self.compiler, trace=AtenGraph.of)
+        compiled = RegionCompiler().compile(captured, self.compiler, trace=reading(AtenGraph.of))
         eager = traced_regions([r for r in parts.regions if r.kind == "eager"], AtenGraph.of, ignores_numbers)
         self.num_traces = len({id(traced.result) for traced in eager.values()})
         declared = {

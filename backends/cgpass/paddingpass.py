@@ -1,0 +1,168 @@
+"""What reads the aten graph of each captured region, and makes its padding neutral before the compiler compiles it.
+
+A region is decided where it is compiled. The one region of a graph knows what its inputs hold. Of several, each takes
+what other regions made for anything, so equal layers share a decision and an artifact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from cgpass.keyrules import declared_constants
+from cgpass.sizes import GraphSizes
+from graphpass.compat import operators, symbolic
+from graphpass.options import Settings
+from graphpass.regions.assign import Region
+from graphpass.regions.padding import Asked, AtenGraph, PaddedValue, Sizes, input_values, made, write
+from graphpass.regions.padding.values import Approximate
+from graphpass.regions.split import Partition
+from graphpass.regions.symbols import REAL_SIZES
+
+
+@dataclass(frozen=True, slots=True)
+class PaddingPasses:
+    """The passes over the regions of one graph."""
+
+    parts: Partition
+    fields: Mapping[sympy.Symbol, str]  #: candidate symbol -> key field
+    declared: Mapping[str, float | int | bool | None]  #: input -> what the user says that its padding holds
+    entries: Mapping[sympy.Symbol, int]  #: symbol -> its entry in the real sizes; empty if no padding is made
+
+    @classmethod
+    def of(cls, parts: Partition, settings: Settings, entries: Mapping[sympy.Symbol, int]) -> PaddingPasses:
+        """The passes over a partitioned graph; ``entries`` are those of the appended real sizes."""
+        sizes = GraphSizes.of(parts, settings)
+        fields = {size.symbol: size.name for size in sizes.sizes if size.is_of_calls and size.symbol in entries}
+        constants = declared_constants(parts, sizes, settings)
+        declared = {parts.inputs[position].name: constant for position, constant in constants.items()}
+        is_off = parts.never_padded() is not None or len(set(fields.values())) != len(fields)
+        return cls(parts, fields, declared, {} if is_off else entries)
+
+    def __call__(self, region: Region) -> RegionPadding:
+        """The pass over one region."""
+        is_only = len(self.parts.regions) == 1
+        declared = {p: self.declared[name] for p, name in enumerate(region.inputs) if name in self.declared}
+        # What a region writes to may overlap another input, if a caller passes it: then no artifact runs.
+        given = {graph_input.name for graph_input in self.parts.inputs}
+        written = {region.inputs[position] for position in region.mutated_inputs}
+        can_make = given.isdisjoint(written)  # guard: made_without_writes
+        entries = self.entries if can_make else {}
+        return RegionPadding(region.graph_module, self.fields, entries, declared if is_only else None)
+
+
+class RegionPadding:
+    """The pass over one region: see :class:`graphpass.compile.compilers.RegionPass`.
+
+    ``declared`` has what the padding of its inputs holds, by position; None for one of several regions.
+    """
+
+    def __init__(
+        self,
+        region: fx.GraphModule,
+        fields: Mapping[sympy.Symbol, str],
+        entries: Mapping[sympy.Symbol, int],
+        declared: Mapping[int, float | int | bool | None] | None,
+    ) -> None:
+        self._inputs = list(map(symbolic.example_value, region.graph.find_nodes(op="placeholder")))
+        self._real_sizes = [p for p, n in enumerate(region.graph.find_nodes(op="placeholder")) if REAL_SIZES in n.meta]
+        self._fields, self._entries = fields, entries if self._real_sizes else {}
+        self._declared, self._is_only = declared or {}, declared is not None
+        self.changed: fx.GraphModule | None = None
+        self.decisions: tuple[tuple[str, str, str], ...] = ()
+        self.key = self._key()
+
+    def _key(self) -> tuple[Any, ...]:
+        if not self._entries:
+            return ()
+        symbols = list(dict.fromkeys(s for value in self._inputs for s in _symbols_of(value)))
+        candidates = tuple((self._entries.get(symbol), symbol in self._fields) for symbol in symbols)
+        return candidates, tuple(sorted(self._declared.items())), self._is_only
+
+    def __call__(self, aten: fx.GraphModule) -> AtenGraph:
+        """The record of the graph, whose padding is made where that lets more of its sizes be padded."""
+        with symbolic.without_modes():
+            return self._read(aten)
+
+    def _read(self, aten: fx.GraphModule) -> AtenGraph:
+        graph = AtenGraph.of(aten)
+        placeholders = aten.graph.find_nodes(op="placeholder")
+        inside = _names_inside(self._inputs, [node.meta.get("val") for node in placeholders])
+        fields = {inside[symbol]: field for symbol, field in self._fields.items() if symbol in inside}
+        if not self._entries or not fields:
+            return graph
+        entries = {inside[symbol]: entry for symbol, entry in self._entries.items() if symbol in inside}
+        asked = Asked(fields, self._inputs_of(graph), self._is_only)
+        if asked.is_proved(graph, fields.values()):
+            return graph
+        decomposed, recorded = AtenGraph.as_decomposed(aten)
+        can_change = [at for at, node in recorded.items() if _is_recorded_whole(node, decomposed.nodes[at].op)]
+        found = made(decomposed, asked, can_change)
+        if found is None:
+            return graph
+        copies: dict[fx.Node, fx.Node] = {}
+        changed = fx.Graph()
+        changed.output(changed.graph_copy(aten.graph, copies))
+        for node, copy in copies.items():
+            copy.meta = dict(node.meta)
+        own = fx.GraphModule(aten, changed)
+        vector = copies[placeholders[self._real_sizes[0]]]
+        write(own, decomposed, {at: copies[node] for at, node in recorded.items()}, found, (vector, entries))
+        aten.graph = _copied(own.graph)
+        self.changed = own
+        self.decisions = tuple((one.op, one.where, one.what) for one in found.graph.insertions)
+        return found.graph
+
+    def _inputs_of(self, graph: AtenGraph) -> Callable[[Sizes], Sequence[Any]]:
+        def inputs(sizes: Sizes) -> list[Any]:
+            values = input_values(graph.inputs, sizes, self._declared)
+            if self._is_only:
+                return list(values)
+            return [_anything(value, sizes) if isinstance(value, PaddedValue) else value for value in values]
+
+        return inputs
+
+
+def _is_recorded_whole(node: fx.Node, op: str) -> bool:
+    """Whether the record of a node is of its own operator, so that its operands are the node's."""
+    return isinstance(node.target, operators.OpOverload) and node.target.name() == op
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    copy = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    copy.output(copy.graph_copy(graph, copies))
+    for node, own in copies.items():
+        own.meta = dict(node.meta)
+    return copy
+
+
+def _anything(value: PaddedValue, sizes: Sizes) -> PaddedValue:
+    """A value of which nothing is known in padding."""
+    places = sizes.places(value)
+    fields = frozenset(field for dim, at in places for field in sizes.fields_of(value.factors[dim][at]))
+    unknown = dict.fromkeys(places, Approximate.NOT_FINITE)
+    return replace(value, new_fields=fields).with_pads(unknown)
+
+
+def _symbols_of(value: Any) -> list[sympy.Symbol]:
+    sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+    found = [symbolic.expression_of(size) for size in sizes]
+    return [s for size in found if isinstance(size, sympy.Basic) for s in sorted(size.free_symbols, key=str)]
+
+
+def _names_inside(region: Sequence[Any], aten: Sequence[Any]) -> dict[Any, sympy.Symbol]:
+    """Symbol of the region -> symbol of its aten graph, which has the same inputs."""
+    names: dict[Any, sympy.Symbol] = {}
+    for ours, theirs in zip(region, aten, strict=True):
+        sizes = zip(ours.shape, theirs.shape, strict=True) if isinstance(ours, torch.Tensor) else [(ours, theirs)]
+        for one, other in sizes:
+            outside, inside = symbolic.expression_of(one), symbolic.expression_of(other)
+            if isinstance(outside, sympy.Symbol) and isinstance(inside, sympy.Symbol):
+                names.setdefault(outside, inside)
+    return names

@@ -1,0 +1,74 @@
+"""Decides which sizes of a graph are padded with repairs, and whether it needs any."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import sympy
+
+from graphpass.regions.padding.interpreter import Interpretation, Walk
+from graphpass.regions.padding.making import Made, Making
+from graphpass.regions.padding.program import AtenGraph
+from graphpass.regions.padding.proof import InputsOf, PaddingProof, decided, findings_of_results
+from graphpass.regions.padding.repairs import REPAIRS
+from graphpass.regions.padding.sizes import Sizes
+from graphpass.regions.padding.values import PaddingFinding, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is asked of one graph."""
+
+    fields: Mapping[sympy.Symbol, str]  #: candidate symbol -> key field, each symbol with a field of its own
+    inputs: InputsOf  #: the abstract inputs for a set of padded sizes
+    is_whole: bool  #: whether the graph's results are those of the callable, which cuts them by prefix
+
+    def answer(self, run: Walk, sizes: Sizes, graph: AtenGraph) -> tuple[Interpretation, tuple[PaddingFinding, ...]]:
+        """A run for some padded sizes, and the findings of its results."""
+        inputs, targets = self.inputs(sizes), dict(enumerate(graph.input_names))
+        result = run.run(inputs)
+        return result, findings_of_results(result, sizes, inputs, targets, are_cut=self.is_whole)
+
+    def is_proved(self, graph: AtenGraph, fields: Collection[str]) -> bool:
+        """Whether these key fields can be padded together in the graph as it is."""
+        sizes = Sizes({symbol: field for symbol, field in self.fields.items() if field in fields})
+        return not self.answer(Walk(graph, sizes, frozenset()), sizes, graph)[1]
+
+    def num_proved(self, graph: AtenGraph) -> int:
+        """How many key fields can be padded together in the graph as it is."""
+
+        def attempt(candidates: Mapping[sympy.Symbol, str]) -> tuple[Interpretation, tuple[PaddingFinding, ...]]:
+            sizes = Sizes(candidates)
+            return self.answer(Walk(graph, sizes, frozenset()), sizes, graph)
+
+        return _num_proved(decided(self.fields, attempt))
+
+
+def _num_proved(proof: PaddingProof) -> int:
+    return sum(verdict is Verdict.PROVED for verdict in proof.verdicts.values())
+
+
+def made(graph: AtenGraph, asked: Asked, can_change: Collection[int]) -> Made | None:
+    """The graph with repairs, for as many of the key fields as can be padded together; None if it needs none.
+
+    Args:
+        graph: the graph as the compiler decomposed it.
+        asked: which sizes may be padded, and what its inputs hold.
+        can_change: positions of the nodes whose operands can be replaced.
+    """
+    if len(set(asked.fields.values())) != len(asked.fields):  # guard: made_sizes_are_apart
+        return None
+    last: list[Making] = []
+
+    def attempt(candidates: Mapping[sympy.Symbol, str]) -> tuple[Interpretation, tuple[PaddingFinding, ...]]:
+        sizes = Sizes(candidates)
+        last[:] = [Making(graph, sizes, can_change, REPAIRS)]
+        return asked.answer(last[0], sizes, graph)
+
+    proof = decided(asked.fields, attempt)
+    fields = [field for field, verdict in proof.verdicts.items() if verdict is Verdict.PROVED]
+    if not last[0].insertions or asked.is_proved(graph, fields):  # guard: made_where_it_helps
+        return None
+    is_all = len(fields) == len(asked.fields)
+    return last[0].result() if is_all or len(fields) > asked.num_proved(graph) else None

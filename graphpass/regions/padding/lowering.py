@@ -1,0 +1,274 @@
+"""Writes the repairs of a graph into it, as operators of torch over the real sizes of the call."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from graphpass.compat import operators, symbolic
+from graphpass.regions.padding.making import Made
+from graphpass.regions.padding.neutral import NEUTRAL, REAL_INDEX, REAL_SIZE
+from graphpass.regions.padding.program import AtenGraph, AtenNode, Ref
+from graphpass.regions.padding.values import Size, operator_named
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+def write(
+    graph_module: fx.GraphModule,
+    original: AtenGraph,
+    recorded: Mapping[int, fx.Node],
+    made: Made,
+    real_sizes: tuple[fx.Node, Mapping[sympy.Symbol, int]],
+) -> None:
+    """Change a graph in place.
+
+    Args:
+        graph_module: the graph.
+        original: its record.
+        recorded: {position of a node in the record: the graph's node}.
+        made: the record with repairs.
+        real_sizes: the placeholder of the real sizes, int32, and {symbol: its entry}.
+    """
+    fake_mode: Any = symbolic.fake_mode_of([symbolic.example_value(node) for node in _placeholders(graph_module)])
+    with symbolic.quiet_shapes(fake_mode), fake_mode, torch.no_grad():
+        _Writer(graph_module, recorded, real_sizes).run(original, made)
+    graph_module.graph.lint()
+    graph_module.recompile()
+
+
+def _placeholders(graph_module: fx.GraphModule) -> list[fx.Node]:
+    return list(graph_module.graph.find_nodes(op="placeholder"))
+
+
+def _operands(size: sympy.Basic) -> Sequence[Any]:
+    """The terms or factors of an expression, those of a power one by one; or what is divided, and by what."""
+    return [size.args[0]] * int(size.args[1]) if isinstance(size, sympy.Pow) else size.args
+
+
+class _Writer:
+    """The state of one run: the graph's nodes by the values of the record, and numbers that are computed once."""
+
+    def __init__(
+        self,
+        graph_module: fx.GraphModule,
+        recorded: Mapping[int, fx.Node],
+        real_sizes: tuple[fx.Node, Mapping[sympy.Symbol, int]],
+    ) -> None:
+        self._graph = graph_module.graph
+        self._recorded = recorded
+        self._vector, self._entries = real_sizes
+        self._device = self._vector.meta["val"].device
+        self._values: list[fx.Node | None] = list(_placeholders(graph_module))
+        self._last = _placeholders(graph_module)[-1]  # of the placeholders and what is computed from them alone
+        self._before = self._graph.output_node()
+        self._real = functools.cache(self._real_value)
+        self._padded = functools.cache(self._padded_value)
+        self._is_real = functools.cache(self._is_real_index)
+        self._filling = functools.lru_cache(typed=True)(self._number)
+        self._where: Mapping[str, Any] = {}
+        self._originals: list[fx.Node | None] = []
+
+    def run(self, original: AtenGraph, made: Made) -> None:
+        """Write all nodes in order."""
+        fronts = self._fronts(made)
+        self._originals = [*self._values, *(self._recorded.get(at) for at in range(len(original.nodes)))]
+        for node, source, front in zip(made.graph.nodes, made.sources, fronts, strict=True):
+            own = None if source is None else self._recorded.get(source)
+            if source is not None and own is not None and node.op == original.nodes[source].op:
+                self._update(own, node, original.nodes[source])
+                self._values.append(own)
+                continue
+            if source is not None and own is None:
+                self._values.append(None)
+                continue
+            self._before = front
+            self._where = {key: one for key, one in front.meta.items() if key in ("stack_trace", "nn_module_stack")}
+            written = self._written(node)
+            self._values.append(written)
+            if own is not None:  # it was rewritten
+                own.replace_all_uses_with(written)
+                self._graph.erase_node(own)
+
+    def _fronts(self, made: Made) -> list[fx.Node]:
+        """For each node of the record the graph's node before which it is written."""
+        fronts, front = [], self._graph.output_node()
+        for source in reversed(made.sources):
+            front = self._recorded.get(source, front) if source is not None else front
+            fronts.append(front)
+        return fronts[::-1]
+
+    def _value(self, argument: Any) -> Any:
+        if isinstance(argument, Ref):
+            node = self._values[argument.index]
+            assert node is not None, "a repair reads what the graph has as a node"
+            return node
+        if isinstance(argument, tuple):
+            return [self._value(part) for part in argument]
+        return self._padded(argument) if isinstance(argument, sympy.Basic) else argument
+
+    def _update(self, own: fx.Node, node: AtenNode, before: AtenNode) -> None:
+        """Give a node of the graph the operands of its record."""
+        old = dict(before.arguments)
+        changed = {name: one for name, one in node.arguments if not self._is_same(one, old.get(name))}
+        if not changed or not isinstance(own.target, operators.OpOverload):
+            return
+        for position, argument in enumerate(operators.schema_of(own.target).arguments):
+            if argument.name in changed:
+                value = self._value(changed[argument.name])
+                if position < len(own.args) and not argument.kwarg_only:
+                    own.update_arg(position, value)
+                else:
+                    own.update_kwarg(argument.name, value)
+
+    def _is_same(self, new: Any, old: Any) -> bool:
+        """Whether an argument of the new record is what the old record's argument is."""
+        if isinstance(new, Ref) and isinstance(old, Ref):
+            return self._values[new.index] is self._originals[old.index]
+        if isinstance(new, tuple) and isinstance(old, tuple) and len(new) == len(old):
+            return all(map(self._is_same, new, old))
+        return type(new) is type(old) and bool(new == old)
+
+    # --- nodes
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Write one call before the node at hand."""
+        with self._graph.inserting_before(self._before):
+            return self._valued(self._graph.call_function(op, args, kwargs))
+
+    def _at_the_start(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Write a call that reads placeholders only, for all users."""
+        with self._graph.inserting_after(self._last):
+            self._last = self._graph.call_function(op, args, kwargs)
+        return self._valued(self._last)
+
+    def _valued(self, node: fx.Node) -> fx.Node:
+        plain_args, plain_kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+        target: Any = node.target
+        node.meta = {**self._where, "val": symbolic.extract_val(target(*plain_args, **plain_kwargs))}
+        return node
+
+    def _written(self, node: AtenNode) -> fx.Node:
+        arguments = dict(node.arguments)
+        if node.op == NEUTRAL:
+            return self._neutral(arguments)
+        if node.op == REAL_SIZE:
+            shape: Any = node.result
+            number = self.call(prims.convert_element_type.default, self._real(arguments["size"]), shape.dtype)
+            return self._places_from(number, *shape.sizes) if shape.sizes else number
+        if node.op == REAL_INDEX:
+            return self._index(self._value(arguments["self"]), arguments["size"], wraps=arguments["wraps"])
+        op = operator_named(node.op)
+        assert op is not None, "repairs are made of operators that exist"
+        args, kwargs = [], {}
+        for argument in operators.schema_of(op).arguments:
+            value = self._value(arguments.get(argument.name, argument.default_value))
+            if argument.name == "device":
+                value = self._device
+            if not argument.kwarg_only:
+                args.append(value)
+            elif value is not None and value != argument.default_value:
+                kwargs[argument.name] = value
+        return self.call(op, *args, **kwargs)
+
+    def _neutral(self, arguments: Mapping[str, Any]) -> fx.Node:
+        """``where(real, x, fill)``, where the entries of one factor of a dimension below its real size are real."""
+        value, dim, fill = self._value(arguments["self"]), arguments["dim"], arguments["fill"]
+        tensor = value.meta["val"]
+        real = self._is_real(arguments["size"], tensor.dim() - dim - 1)
+        if not arguments["is_outermost"] or arguments["inner"] != 1:
+            real = self._spread(arguments["size"], arguments["inner"], value, dim)
+        return self.call(aten.where.self, real, value, self._filling(fill, tensor.dtype))
+
+    def _is_real_index(self, size: Size, num_dims: int) -> fx.Node:
+        """For each index of a padded ``size``, whether it is below the real one; with dimensions of 1 behind."""
+        if num_dims:
+            return self._at_the_start(aten.unsqueeze.default, self._is_real(size, num_dims - 1), -1)
+        options = {"start": 0, "step": 1, "dtype": torch.int32, "device": self._device, "requires_grad": False}
+        index = self._at_the_start(prims.iota.default, self._padded(size), **options)
+        return self._at_the_start(aten.lt.Tensor, index, self._real(size))
+
+    def _places_from(self, first: fx.Node, length: int) -> fx.Node:
+        """``length`` indices from ``first`` on."""
+        steps = self.call(
+            prims.iota.default, length, start=0, step=1, dtype=torch.int64, device=self._device, requires_grad=False
+        )
+        return self.call(aten.add.Tensor, steps, first)
+
+    def _spread(self, size: Size, inner: Size, value: fx.Node, dim: int) -> fx.Node:
+        """Whether the index along one factor is real, for the entries of a dimension; with dimensions of 1 behind."""
+        length, within = self._padded(size), self._padded(inner)
+        whole = self.call(aten.sym_size.int, value, dim)
+        outer = self.call(operator.floordiv, whole, self.call(operator.mul, length, within))
+        block = self.call(aten.unsqueeze.default, self._is_real(size, 1), 0)
+        wide = self.call(aten.expand.default, block, [outer, length, within])
+        dense = self.call(aten.clone.default, wide, memory_format=torch.contiguous_format)
+        return self.call(aten.view.default, dense, [whole, *[1] * (value.meta["val"].dim() - dim - 1)])
+
+    def _index(self, index: fx.Node, size: Size, *, wraps: bool) -> fx.Node:
+        """Indices of a longer dimension: those from the end, and those beyond it, move by the length of its padding."""
+        length = self._real(size)
+        padding = self.call(aten.sub.Tensor, self._number(self._padded(size), torch.int32), length)
+        beyond = self.call(aten.add.Tensor, index, padding)
+        from_start = self.call(aten.where.self, self.call(aten.lt.Tensor, index, length), index, beyond)
+        if not wraps:  # guard: made_index_refuses_negatives
+            return from_start
+        start = self.call(aten.neg.default, length)
+        from_end = self.call(
+            aten.where.self,
+            self.call(aten.lt.Tensor, index, start),
+            self.call(aten.sub.Tensor, index, padding),
+            self.call(aten.add.Tensor, index, length),
+        )
+        return self.call(aten.where.self, self.call(aten.lt.Scalar, index, 0), from_end, from_start)
+
+    def _number(self, number: Any, dtype: torch.dtype) -> fx.Node:
+        options = {"dtype": dtype, "device": self._device, "pin_memory": False}
+        return self._at_the_start(aten.full.default, [], number, **options)
+
+    # --- sizes
+
+    def _real_value(self, size: Size) -> Any:
+        """The real value of an expression, as an int32 tensor without dimensions."""
+        if isinstance(size, (int, sympy.Integer)):
+            return self._number(int(size), torch.int32)
+        if isinstance(size, sympy.Symbol):
+            return self._at_the_start(aten.select.int, self._vector, 0, self._entries[size])
+        parts = _operands(size)
+        if not isinstance(size, (sympy.Add, sympy.Mul, sympy.Pow)):
+            return self._at_the_start(
+                aten.div.Tensor_mode, self._real(parts[0]), self._real(parts[1]), rounding_mode="floor"
+            )
+        op = aten.add.Tensor if isinstance(size, sympy.Add) else aten.mul.Tensor
+        return functools.reduce(lambda one, other: self._at_the_start(op, one, other), map(self._real, parts))
+
+    def _padded_value(self, size: Size) -> Any:
+        """The value of an expression at the graph's own sizes: a number, or the node of one."""
+        if isinstance(size, (int, sympy.Integer)):
+            return int(size)
+        if isinstance(size, sympy.Symbol):
+            return self._symbol(size)
+        parts = _operands(size)
+        if isinstance(size, (sympy.Add, sympy.Mul, sympy.Pow)):
+            op = operator.add if isinstance(size, sympy.Add) else operator.mul
+            return functools.reduce(lambda one, other: self._at_the_start(op, one, other), map(self._padded, parts))
+        return self._at_the_start(operator.floordiv, self._padded(parts[0]), self._padded(parts[1]))
+
+    def _symbol(self, symbol: sympy.Symbol) -> fx.Node:
+        """The input that is a size, or the dimension of an input that has it."""
+        placeholders: list[fx.Node] = list(self._graph.find_nodes(op="placeholder"))
+        for node in placeholders:
+            if symbolic.expression_of(node.meta.get("val")) == symbol:
+                return node
+        for node in placeholders:
+            value = node.meta.get("val")
+            for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+                if symbolic.expression_of(size) == symbol:
+                    return self._at_the_start(aten.sym_size.int, node, dim)
+        raise AssertionError(f"no input has the size {symbol}")

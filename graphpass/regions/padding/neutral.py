@@ -1,0 +1,64 @@
+"""Rules of the operators that a graph gets where its padding is made. See Note [Padding made].
+
+They exist in records only; :mod:`graphpass.regions.padding.lowering` writes them as operators of torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from graphpass.regions.padding.calls import OpCall
+from graphpass.regions.padding.sizes import product
+from graphpass.regions.padding.values import PaddedValue, cast_pad, is_number
+
+NEUTRAL = "graphpass::neutral"
+"""``self`` with ``fill`` in the padding of one factor of ``dim``: that of ``size``, with ``inner`` entries inside."""
+
+REAL_SIZE = "graphpass::real_size"
+"""The real value of an expression over sizes, as a 0-d tensor; or the indices from it on, as many as the result has."""
+
+REAL_INDEX = "graphpass::real_index"
+"""Indices into a dimension of ``size`` as they count in the run at the real sizes, where it is shorter."""
+
+
+def neutral(call: OpCall) -> PaddedValue:
+    """Real entries stay as they are only if the real size that decides is that of exactly this factor."""
+    value, dim = call.tensor("self"), call.argument("dim")
+    size, inner, is_outermost = (call.argument(name) for name in ("size", "inner", "is_outermost"))
+    if not call.padded(size):
+        return value
+    if call.asks_independence:
+        raise call.refuse(f"real entries of dimension {dim} are taken to be the first", size)
+    of_dim = value.factors[dim]
+    matching = [
+        at
+        for at, factor in enumerate(of_dim)
+        # guard: made_at_its_place
+        if factor == size and product(of_dim[at + 1 :]) == inner and is_outermost == (at == 0)
+    ]
+    if not matching:
+        raise call.refuse(f"the padding of a factor {size} is filled in a dimension of factors {list(of_dim)}", size)
+    place, held = (dim, matching[0]), cast_pad(call.argument("fill"), value.dtype or call.shape.dtype)
+    pads = {other: value.pad_at(other) for other in call.places(value)}
+    whole = {other for other in value.whole if is_number(pads[other]) and pads[other] == held}
+    made = replace(value, index=None, constant=None).with_pads({**pads, place: held})
+    return replace(made, whole=frozenset({*whole, place}))
+
+
+def real_size(call: OpCall) -> PaddedValue:
+    """A number of the run at the real sizes; it depends on how many entries there are."""
+    size = call.argument("size")
+    if call.asks_independence and call.padded(size):
+        raise call.refuse(f"it counts the entries of {size}", size)
+    counted = call.argument("counted")
+    return replace(call.fresh(), counted=counted)
+
+
+def real_index(call: OpCall) -> PaddedValue:
+    """Real indices select the entries that they select in the run at the real sizes, or none exists in either."""
+    value, size = call.tensor("self"), call.argument("size")
+    if not call.padded(size):
+        return value
+    if call.asks_independence:
+        raise call.refuse(f"real entries of {size} are taken to be the first", size)
+    return replace(value.with_pads({}), index=None, constant=None, counted=size)
