@@ -121,19 +121,32 @@ def test_explain_says_what_would_be_captured() -> None:
     assert report["Keys"].rows == ()
 
 
-def test_explain_says_what_may_be_padded_and_what_not() -> None:
-    def pooled(x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(x * 2).mean(1)
+def pooled(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x * 2).mean(1)
 
-    (record,) = cgpass.explain(pooled, torch.randn(4, 6, 8)).figures.callables
+
+def explained(**options: Any) -> tuple[dict[str, str | None], list[Any]]:
+    """The verdicts of ``pooled``, and what is said of its length."""
+    (record,) = cgpass.explain(pooled, torch.randn(4, 6, 8), options=options).figures.callables
     sizes = {size.field: size for size in record.sizes}
-    verdicts = {field: size.verdict for field, size in sizes.items()}
-    assert verdicts == {"x[0]": "proved", "x[1]": "unproved", "x[2]": "proved"}
-    (cause,) = sizes["x[1]"].causes
     line = pooled.__code__.co_firstlineno + 1
+    for cause in sizes["x[1]"].causes:
+        assert cause.op.startswith("aten.mean")
+        assert cause.where == f"test_regions.py:{line}: return torch.relu(x * 2).mean(1)"
+    return {field: size.verdict for field, size in sizes.items()}, list(sizes["x[1]"].causes)
+
+
+def test_explain_says_what_may_be_padded_and_what_not() -> None:
+    verdicts, (cause,) = explained(compiler="eager")
+    assert verdicts == {"x[0]": "proved", "x[1]": "unproved", "x[2]": "proved"}
     assert (cause.target, cause.verdict) == ("output 0", "unproved")
-    assert cause.op.startswith("aten.mean")
-    assert cause.where == f"test_regions.py:{line}: return torch.relu(x * 2).mean(1)"
+
+
+def test_explain_says_what_is_made() -> None:
+    verdicts, causes = explained()
+    assert verdicts == {"x[0]": "proved", "x[1]": "made", "x[2]": "proved"}
+    assert {cause.verdict for cause in causes} == {"made"}
+    assert any(cause.why.startswith("0 in the padding of dimension 1, ") for cause in causes)
 
 
 def test_explain_names_sizes_as_the_options_do() -> None:

@@ -106,7 +106,7 @@ SITUATIONS: dict[str, Situation] = {
         {"mode": "FULL"},
     ),
     "graph break": Situation(breaking, [4] * 3, "ends at a graph break", "rewrite that line"),
-    "mean of the batch": Situation(centred, (4, 5, 4), "is not padded", "from sums under a mask argument"),
+    "mean of the batch": Situation(centred, (4, 5, 4), "is not padded", "from sums under a mask that is an argument"),
     "operator without a rule": Situation(
         without_rule,
         lambda fast: [fast(torch.randn(num)) for num in (4, 5, 4)],

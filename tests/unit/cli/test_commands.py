@@ -214,11 +214,17 @@ def test_json_of_explain_has_these_keys(command: Command) -> None:
     graph = figures["graphs"][0]
     assert sorted(graph) == ["assumptions", "compile_s", "ends", "mode", "name", "never_captured", "regions", "sizes"]
     assert sorted(graph["regions"][0]) == ["kind", "name", "nodes", "reasons", "same_as"]
-    of_size = "field greatest least not_proved padded remedy symbol traced verdict"
+    of_size = "field greatest least made not_proved padded remedy symbol traced verdict"
     assert " ".join(sorted(graph["sizes"][0])) == of_size
     assert sorted(graph["ends"]) == sorted(graph["regions"][1]["reasons"][0]) == ["remedy", "where", "why"]
     assert graph["ends"]["where"].endswith("limit = x.sum().item()")
-    (cause,) = figures["graphs"][1]["sizes"][1]["not_proved"]
+    for cause in figures["graphs"][1]["sizes"][1]["made"]:
+        assert sorted(cause) == ["op", "target", "verdict", "where", "why"]
+        assert (cause["op"], cause["verdict"]) == ("aten.mean.dim", "made")
+    assert figures["graphs"][1]["sizes"][1]["made"]
+    (cause,) = figures_of(command, "explain", f"{MODELS}:cut", "--option", "compiler=eager")["graphs"][1]["sizes"][1][
+        "not_proved"
+    ]
     assert sorted(cause) == ["op", "target", "verdict", "where", "why"]
     assert [region["kind"] for region in graph["regions"]] == ["captured", "eager", "captured"]
     size = graph["sizes"][0]

@@ -1,4 +1,4 @@
-"""Indices in padding: a size whose padding could name entries that do not exist is not padded."""
+"""Indices in padding: a size whose padding could name entries that do not exist is not padded, or they are made 0."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run(
     model: Callable[..., Any], draw: Callable[[int], torch.Tensor], *sizes: int, **options: Any
 ) -> tuple[dict[str, str], gp.GraphRuntime]:
     """The verdicts after three calls at each size, and the runtime."""
-    options |= {"compiler": "aot_eager", "on_fallback": "silent"}
+    options |= {"on_fallback": "silent"}
     compiled = torch.compile(model, backend="cgpass", dynamic=True, options=options)
     with torch.no_grad():
         for size in sizes * 3:
@@ -57,13 +57,23 @@ def run(
     return {size.field: str(size.verdict) for record in runtime.callables() for size in record.sizes}, runtime
 
 
-@pytest.mark.parametrize(
+POSITIONS = pytest.mark.parametrize(
     "model", [positions_of_rows, positions_by_index, positions_picked, positions_counted, positions_gathered]
 )
+
+
+@POSITIONS
 def test_positions_beyond_a_table_are_never_read(model: Callable[..., Any]) -> None:
-    verdicts, runtime = run(model, features, 5, 9, 7)
+    verdicts, runtime = run(model, features, 5, 9, 7, compiler="eager")
     assert verdicts["x[1]"] == "unproved"
     assert runtime.stats().replayed >= 3, "sizes that recur are captured as they are"
+
+
+@POSITIONS
+def test_positions_beyond_a_table_are_made_0(model: Callable[..., Any]) -> None:
+    verdicts, runtime = run(model, features, 5, 9, 7, compiler="aot_eager")
+    assert verdicts["x[1]"] == "made"
+    assert any(key.padding for key in runtime.report().figures.keys)
 
 
 @pytest.mark.parametrize(
@@ -71,16 +81,18 @@ def test_positions_beyond_a_table_are_never_read(model: Callable[..., Any]) -> N
     [({}, "proved"), ({"ids": 0}, "proved"), ({"ids": -100}, "unproved"), ({"ids": 10**6}, "unproved")],
     ids=["repeated", "first", "negative", "large"],
 )
-def test_an_index_in_padding_has_to_exist(padding: dict[str, int], verdict: str) -> None:
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_an_index_in_padding_has_to_exist(padding: dict[str, int], verdict: str, compiler: str) -> None:
     def model(ids: torch.Tensor) -> torch.Tensor:
         return embedding(ids, TABLE) * 2
 
     options = {"padding": padding} if padding else {}
-    assert run(model, indices, 5, 7, **options)[0]["ids[1]"] == verdict
+    found = run(model, indices, 5, 7, compiler=compiler, **options)[0]["ids[1]"]
+    assert found == (verdict if compiler == "eager" else "made")
 
 
 def test_positions_within_the_padded_tensor_itself_are_whole() -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         return x[torch.arange(x.shape[0])] + 1
 
-    assert run(model, lambda size: torch.randn(size, 4), 5, 7)[0]["x[0]"] == "proved"
+    assert run(model, lambda size: torch.randn(size, 4), 5, 7, compiler="eager")[0]["x[0]"] == "proved"

@@ -36,6 +36,20 @@ def torch_compile(folder: Path, compiler: str) -> Started:
     return runtime, [fast(example(rows).to(DEVICE)) for rows in ROWS]
 
 
+def last_and_mean(x: torch.Tensor) -> torch.Tensor:
+    return x.mean(1) + x[:, -1]
+
+
+def made(folder: Path, compiler: str) -> Started:
+    """A model whose length is padded because that is made neutral."""
+    runtime = gp.GraphRuntime()
+    options = {"dynamic_dims": {"x": {1: "length"}}, "capture_sizes": {"length": [8]}, "compiler": compiler}
+    given = {**options, "dispatch": "auto", "runtime": runtime, "warm_start": folder}
+    fast = torch.compile(last_and_mean, backend="cgpass", dynamic=True, options=given)
+    xs = [torch.randn(3, length, 4, generator=torch.Generator().manual_seed(length)).to(DEVICE) for length in (5, 7)]
+    return runtime, [fast(x) for x in xs * 3]
+
+
 def graphed(folder: Path, compiler: str) -> Started:
     given = {**OPTIONS, "compiler": compiler}
     fast = gp.graphed(stack().to(DEVICE), **given, warm_start=folder)
@@ -70,7 +84,7 @@ def encoder(folder: Path, compiler: str) -> Started:
     return made.runtime, made.execute(toy.images((4, 8, 2)))
 
 
-STARTS = {kind.__name__: kind for kind in (torch_compile, graphed, manager, causal_lm, encoder)}
+STARTS = {kind.__name__: kind for kind in (torch_compile, made, graphed, manager, causal_lm, encoder)}
 
 TRACE_NOTHING = {"graphed", "manager", "causal_lm"}
 """Kinds whose loaded starts need no trace; the others find their graphs by tracing."""

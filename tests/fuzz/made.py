@@ -1,0 +1,94 @@
+"""Graphs whose padding is made, run at padded sizes with anything in the padding, beside the run without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from graphpass.compat import symbolic
+from graphpass.regions.padding import Asked, AtenGraph, Insertion, Verdict, input_values, made, padding_of, write
+
+GARBAGE = (1.0, 1e4, float("nan"), float("inf"), float("-inf"))
+"""What the padding of floats holds, or the scale of its random contents."""
+
+
+class MadeGraph:
+    """A graph with repairs, which takes the real sizes as a last input."""
+
+    def __init__(
+        self, module: fx.GraphModule, symbols: Mapping[sympy.Symbol, str], declared: Mapping[int, float | int | bool]
+    ) -> None:
+        copies: dict[fx.Node, fx.Node] = {}
+        own = fx.Graph()
+        own.output(own.graph_copy(module.graph, copies))
+        for node, copy in copies.items():
+            copy.meta = dict(node.meta)
+        placeholders = list(own.find_nodes(op="placeholder"))
+        mode = symbolic.fake_mode_of([node.meta["val"] for node in placeholders])
+        with own.inserting_after(placeholders[-1]):
+            vector = own.placeholder("real_sizes")
+        with mode:
+            vector.meta["val"] = torch.empty((len(symbols),), dtype=torch.int32)
+        self.names = list(symbols.values())
+        self.module = fx.GraphModule(module, own)
+        record = AtenGraph.of(self.module)
+        proof = padding_of(record, symbols, declared)
+        self.proved = [name for name, verdict in proof.verdicts.items() if verdict is Verdict.PROVED]
+        self.fields = self.proved
+        self.insertions: tuple[Insertion, ...] = ()
+        decomposed, recorded = AtenGraph.as_decomposed(self.module)
+        can_change = [
+            at
+            for at, node in recorded.items()
+            if isinstance(node.target, torch._ops.OpOverload) and node.target.name() == decomposed.nodes[at].op
+        ]
+
+        def inputs(sizes: Any) -> Any:
+            return input_values(record.inputs, sizes, declared)
+
+        found = made(decomposed, Asked(symbols, inputs, is_whole=True), can_change)
+        if found is None:
+            return
+        entries = {symbol: at for at, symbol in enumerate(symbols)}
+        write(self.module, decomposed, recorded, found, (vector, entries))
+        proof = padding_of(found.graph, symbols, declared)
+        self.fields = [name for name, verdict in proof.verdicts.items() if verdict is Verdict.PROVED]
+        self.insertions = found.graph.insertions
+
+    def run(self, inputs: list[Tensor], sizes: Mapping[str, int]) -> list[Any]:
+        """The outputs for inputs whose real sizes are these."""
+        vector = torch.tensor([sizes[name] for name in self.names], dtype=torch.int32)
+        torch.default_generator.manual_seed(0)
+        with torch.no_grad():
+            return list(self.module(*(value.clone() for value in inputs), vector))
+
+
+def filled(real: Tensor, shape: tuple[int, ...], contents: float, generator: torch.Generator) -> Tensor:
+    """Real entries in front, and anything behind: integers repeat real ones."""
+    if shape == tuple(real.shape):
+        return real.clone()
+    if real.is_floating_point() or real.is_complex():
+        draw = torch.randn(shape, generator=generator, dtype=torch.float64)
+        padded = (draw * contents if abs(contents) <= 1e4 else torch.full(shape, contents)).to(real.dtype)
+    elif real.dtype is torch.bool:
+        padded = torch.rand(shape, generator=generator) < 0.5
+    else:
+        padded = real.flatten()[torch.randint(real.numel(), shape, generator=generator)]
+    padded[tuple(slice(size) for size in real.shape)] = real
+    return padded
+
+
+def differs(real: Any, padded: Any, tolerance: float) -> bool:
+    """Whether the real entries of a result are others than without padding."""
+    if not isinstance(real, Tensor):
+        return False  # a size, which the caller computes
+    if real.dim() != padded.dim() or any(a > b for a, b in zip(real.shape, padded.shape, strict=True)):
+        return True
+    cut = padded[tuple(slice(size) for size in real.shape)]
+    if not (real.is_floating_point() or real.is_complex()):
+        return not torch.equal(real, cut)
+    return not torch.allclose(real, cut, rtol=tolerance, atol=tolerance, equal_nan=True)

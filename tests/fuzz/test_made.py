@@ -1,0 +1,196 @@
+"""Padding that is made, with brute force as the oracle: real entries are those of the run without padding.
+
+Nothing but the real sizes tells real entries from padding, which holds any numbers, NaN and infinities. Some real
+entries are NaN, infinite or equal to others.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from tests.fuzz.made import GARBAGE, MadeGraph, differs, filled
+from tests.fuzz.padding import KINDS, real_input, walk
+from tests.fuzz.test_padding import SIZES, make_program
+from tests.unit.padding.bruteforce import TOLERANCE, sizes_tried
+from tests.unit.padding.programs import PROGRAMS
+from tests.unit.padding.tracing import INPUTS, trace
+
+_ROUNDING = 1e-7
+_SPECIAL = (float("nan"), float("inf"), float("-inf"), 0.0)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the search found."""
+
+    programs: int = 0
+    fields: int = 0
+    proved: int = 0  #: without repairs
+    made: int = 0  #: with repairs
+    refused: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        share = self.made / max(1, self.fields)
+        text = f"{self.programs} programs, {self.fields} fields: {self.proved} proved, {self.made} made ({share:.0%})"
+        return "\n".join([text, *self.wrong])
+
+
+def contents(inputs: list[Tensor], generator: torch.Generator, *, special: bool) -> list[Tensor]:
+    """Real inputs; ``special``: an entry in eight is NaN, infinite or zero, and many are equal."""
+    if not special:
+        return inputs
+    drawn = []
+    for value in inputs:
+        if not value.is_floating_point() or value.dim() == 0:
+            drawn.append(value)
+            continue
+        value = value.round()
+        for at, number in enumerate(_SPECIAL):
+            hit = torch.rand(value.shape, generator=generator) < 0.03
+            value = (
+                torch.where(hit, torch.tensor(_SPECIAL[at], dtype=value.dtype), value)
+                if number == number
+                else (torch.where(hit, torch.tensor(float("nan"), dtype=value.dtype), value))
+            )
+        drawn.append(value)
+    return drawn
+
+
+def judge(seed: int, tally: Tally) -> None:
+    """Make the padding of one program, and try it."""
+    program, module = make_program(seed)
+    if any(node.target is torch.ops.aten.copy_.default for node in module.graph.nodes):
+        return  # it writes to an input, and is left as it is
+    graph = MadeGraph(module, program.symbols, program.declared)
+    tally.programs += 1
+    tally.fields += len(program.symbols)
+    tally.proved += len(graph.proved)
+    tally.made += len(graph.fields)
+    if not graph.insertions:
+        return
+    for number, (real, more) in enumerate(SIZES):
+        generator = torch.Generator().manual_seed(seed * 8 + number)
+        sizes = {name: size + more[name] * (name in graph.fields) for name, size in real.items()}
+        for special in (False, True)[: 1 if _attends(module) else 2]:
+            drawn = [real_input(name, real, generator) for name in program.inputs]
+            inputs = contents(drawn, generator, special=special)
+            try:
+                expected = MadeGraph.run(graph, inputs, real)
+                torch.default_generator.manual_seed(0)
+                plain = [*module(*(value.clone() for value in inputs))]
+            except RuntimeError:
+                break  # guards of the program refuse these sizes
+            if _attends(module) and not _stays_finite(module, inputs):
+                continue
+            if any(differs(one, other, _ROUNDING) for one, other in zip(plain, expected, strict=True)):
+                tally.wrong.append(f"seed {seed}: differs at its real sizes {real}\n{graph.module.code}")
+                return
+            for garbage in GARBAGE:
+                padded = [
+                    _padded(name, value, sizes, garbage, generator)
+                    for name, value in zip(program.inputs, inputs, strict=True)
+                ]
+                found = graph.run(padded, real)
+                wrong = [at for at, pair in enumerate(zip(plain, found, strict=True)) if differs(*pair, _ROUNDING)]
+                if wrong:
+                    text = f"results {wrong} of {real} padded to {sizes}, contents {garbage}, special {special}"
+                    tally.wrong.append(f"seed {seed}: {text}\n{module.code}\n{graph.insertions}")
+                    return
+
+
+def _attends(module: fx.GraphModule) -> bool:
+    """Whether a kernel computes attention: what it makes of NaN and infinities depends on the number of keys."""
+    return any("scaled_dot_product" in str(node.target) for node in module.graph.nodes)
+
+
+def _stays_finite(module: fx.GraphModule, inputs: list[Tensor]) -> bool:
+    """Whether no result of a run is NaN or infinite."""
+    results: list[Any] = []
+    walk(module.graph, [value.clone() for value in inputs], lambda node, arguments, result: results.append(result))
+    tensors = (result for result in results if isinstance(result, Tensor))
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
+
+
+def _padded(name: str, value: Tensor, sizes: Any, garbage: float, generator: torch.Generator) -> Tensor:
+    kind = KINDS[name]
+    shape = tuple(sizes[size] if isinstance(size, str) else size for size in kind.shape)
+    padded = filled(value, shape, garbage, generator)
+    if kind.declared is not None:
+        padded = torch.full(shape, kind.declared, dtype=kind.dtype)
+        padded[tuple(slice(size) for size in value.shape)] = value
+    return padded
+
+
+def search(seeds: Iterable[int]) -> Tally:
+    """Try the programs of these seeds."""
+    tally, threads = Tally(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for seed in seeds:
+            judge(seed, tally)
+            if len(tally.wrong) >= 3:
+                break
+    finally:
+        torch.set_num_threads(threads)
+    return tally
+
+
+def test_made_programs_never_differ() -> None:
+    tally = search(range(2_000_000, 2_000_080))
+    assert tally.wrong == [], str(tally)
+    assert tally.made >= 1.15 * tally.proved, str(tally)
+
+
+@pytest.mark.fuzz
+def test_twenty_thousand_made_programs_never_differ() -> None:
+    tally = search(range(3_000_000, 3_020_000))
+    assert tally.wrong == [], str(tally)
+
+
+def each_program() -> Iterator[Any]:
+    for at, program in enumerate(PROGRAMS):
+        yield pytest.param(program, id=program.name, marks=() if at % 4 == 0 else pytest.mark.fuzz)
+
+
+@pytest.mark.parametrize("program", list(each_program()))
+def test_a_made_program_of_the_tables_does_not_differ(program: Any) -> None:
+    assert wrong_with(program) == []
+
+
+def wrong_with(program: Any) -> list[str]:
+    """What differs once the padding of a program of the tables is made."""
+    traced = trace(program.function)
+    if any(node.target is torch.ops.aten.copy_.default for node in traced.graph.graph.nodes):
+        return []
+    graph = MadeGraph(traced.graph, traced.symbols, traced.declared)
+    found = []
+    for number, (real, sizes) in enumerate(itertools.islice(sizes_tried(traced, graph.fields), 3)):
+        if not graph.insertions:
+            break
+        generator = torch.Generator().manual_seed(number)
+        kinds = [INPUTS[name] for name in traced.names]
+        inputs = [kind.real(real, generator) for kind in kinds]
+        expected, _ = traced.run(inputs)
+        for garbage in GARBAGE:
+            padded = [
+                kind.padded(value, sizes, 1.0, generator)
+                if kind.declared is not None
+                else filled(value, kind.sizes(sizes), garbage, generator)
+                for kind, value in zip(kinds, inputs, strict=True)
+            ]
+            torch.default_generator.manual_seed(0)
+            results = graph.run(padded, real)
+            for at, (one, other) in enumerate(zip(expected, results, strict=True)):
+                tolerance = TOLERANCE.get(getattr(one, "dtype", None), 0.0)
+                if differs(one, other, tolerance):
+                    found.append(f"{program.name}: output {at} at {dict(real)} padded to {dict(sizes)}, {garbage}")
+    return found

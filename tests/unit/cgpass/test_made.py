@@ -1,0 +1,415 @@
+"""Padding that is made, in compiled models: with each option, kind of call and part of the backend that it meets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sympy
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import graphpass as gp
+from cgpass import appended
+from graphpass.regions.padding import lowering
+from tests.threads import in_threads
+from tests.unit.cgpass.attended import Make
+from tests.unit.compiled import Compiled, agrees
+from tests.unit.saved.stack import SAVES_AOT_EAGER
+
+AHEAD: dict[str, Any] = {
+    "dynamic_dims": {"x": {0: "rows", 1: "length"}},
+    "capture_sizes": {"rows": [2, 4], "length": [8, 16]},
+}
+SIZES = [(3, 5), (4, 7), (2, 9), (3, 8), (4, 11), (2, 13), (3, 5), (2, 16), (4, 10), (3, 12)]
+
+
+def features(size: tuple[int, int]) -> tuple[torch.Tensor, ...]:
+    return (torch.randn(*size, 6),)
+
+
+def of_calls(sizes: Any) -> list[tuple[torch.Tensor, ...]]:
+    return [features(size) for size in sizes]
+
+
+def made(compiled: Make, model: Callable[..., Any], **options: Any) -> Compiled:
+    """A model compiled by AOTAutograd for any rows and lengths, with a ladder of both."""
+    given = {"dynamic": True, "compiler": "aot_eager", **AHEAD, **options}
+    return compiled(model, make=features, **given)
+
+
+def verdicts(fast: Compiled, *names: str) -> list[Any]:
+    (record,) = fast.rt.callables()
+    found = {size.field: size.verdict for size in record.sizes}
+    return [found.get(name) for name in names]
+
+
+def mean(x: torch.Tensor) -> torch.Tensor:
+    return x.mean(1)
+
+
+def last(x: torch.Tensor) -> torch.Tensor:
+    return x[:, -1] * 2
+
+
+def attention(x: torch.Tensor) -> torch.Tensor:
+    q = x[:, None]
+    return F.scaled_dot_product_attention(q, q, q)
+
+
+def merged(x: torch.Tensor) -> torch.Tensor:
+    return x.flatten(0, 1).softmax(1).sum(0)
+
+
+def divided(x: torch.Tensor) -> torch.Tensor:
+    return x.cumsum(1) / x.shape[1]
+
+
+MODELS = {
+    "mean": (mean, ["proved", "made"]),
+    "last": (last, ["proved", "made"]),
+    "attention": (attention, ["proved", "made"]),
+    "merged": (merged, ["made", "made"]),
+    "divided": (divided, ["proved", "made"]),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_is_made_by_a_compiler_with_a_step_of_aotautograd(name: str, compiled: Make) -> None:
+    model, expected = MODELS[name]
+    fast = made(compiled, model)
+    assert fast.serve(of_calls(SIZES), passes=2) == len(SIZES)
+    assert verdicts(fast, "rows", "length") == expected
+    assert fast.is_padded
+    assert [problem for problem in fast.problems if "x[2]" not in problem.what] == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_is_made_without_a_compiler(name: str, compiled: Make) -> None:
+    model, expected = MODELS[name]
+    fast = made(compiled, model, compiler="eager")
+    fast.serve(of_calls(SIZES), passes=2)
+    assert verdicts(fast, "rows", "length") == ["unproved" if one == "made" else one for one in expected]
+    assert not fast.padded_sizes["length"]
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def bits(model: Callable[..., Any], calls: list[Any], compiled: Make, **options: Any) -> list[torch.Tensor]:
+    fast = made(compiled, model, **options)
+    found = [fast(*args) for args in calls]
+    assert not fast.is_padded
+    return found
+
+
+def test_never_padded_has_the_bits_of_a_run_without_padding(compiled: Make) -> None:
+    calls = of_calls(SIZES * 3)
+    never = bits(mean, calls, compiled, padding="never")
+    plain = torch.compile(mean, backend="aot_eager", dynamic=True)
+    assert all(torch.equal(one, plain(*args)) for one, args in zip(never, calls, strict=True))
+
+
+def test_never_padded_is_no_problem_and_recurring_sizes_are_captured(compiled: Make) -> None:
+    fast = made(compiled, mean, padding="never")
+    assert fast.serve(of_calls([(3, 5)] * 8)) > 0
+    assert fast.problems == ()
+    assert set(fast.padded_sizes.values()) == {False}
+
+
+def test_each_size_is_compared_with_eager(compiled: Make) -> None:
+    """The reference of ``compare`` has the insertions, too: at a padded size the traced graph would differ."""
+    fast = made(compiled, mean, compare=True)
+    fast.serve(of_calls(SIZES), passes=2)
+    assert fast.is_padded
+    assert fast.problems == ()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "artifacts"),
+    [
+        ({"compile_ranges": {"length": [(8, 16)]}}, 2),
+        ({"compile_sizes": {"rows": [2, 4]}}, 3),
+        ({"compile_sizes": {"length": [8, 16]}}, 1),  # what is made of the length of 8 is not what is made of any
+    ],
+    ids=["range", "other size", "size"],
+)
+def test_sizes_that_are_compiled_for_themselves(wanted: dict[str, Any], artifacts: int, compiled: Make) -> None:
+    fast = made(compiled, mean, **wanted)
+    fast.serve(of_calls(SIZES), passes=2)
+    assert fast.is_padded
+    assert fast.rt.compiled() == artifacts
+
+
+def test_tuning_says_why_it_does_nothing(compiled: Make) -> None:
+    fast = made(compiled, mean, tune="measure")
+    fast.serve(of_calls(SIZES), passes=2)
+    assert fast.problem("not tuned").remedy == "set compiler='inductor'"
+    assert fast.is_padded
+
+
+def test_marked_dimensions(compiled: Make) -> None:
+    fast = compiled(mean, dynamic=False, compiler="aot_eager", make=features, capture_sizes=[8, 16])
+    for size in [(4, 5), (4, 7), (4, 9), (4, 6), (4, 11), (4, 13)] * 2:
+        (x,) = features(size)
+        torch._dynamo.mark_dynamic(x, 1)
+        agrees(fast(x), mean(x))
+    assert verdicts(fast, "x[1]") == ["made"]
+    assert fast.is_padded
+
+
+# -- starts ------------------------------------------------------------------------------------------------------------
+
+
+@SAVES_AOT_EAGER
+def test_a_saved_start_is_loaded_and_pads(compiled: Make, tmp_path: Path) -> None:
+    calls = of_calls(SIZES)
+    saved = made(compiled, mean, warm_start=tmp_path)
+    saved.serve(calls, passes=2)
+    loaded = made(compiled, mean, warm_start=tmp_path)
+    assert loaded.serve(calls, passes=2) == len(calls)
+    costs = loaded.rt.report().figures.costs
+    assert (loaded.rt.compiled(), costs.loaded) == (0, saved.rt.compiled())
+    assert loaded.is_padded
+
+
+@SAVES_AOT_EAGER
+def test_a_start_that_never_pads_is_not_loaded_by_one_that_does(compiled: Make, tmp_path: Path) -> None:
+    never = made(compiled, mean, warm_start=tmp_path, padding="never")
+    never.serve(of_calls(SIZES))
+    fast = made(compiled, mean, warm_start=tmp_path)
+    fast.serve(of_calls(SIZES), passes=2)
+    assert fast.is_padded
+    assert fast.rt.compiled() == 1
+
+
+class Mean(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean(1) + x[:, -1]
+
+
+@pytest.mark.parametrize("size", [(4, 16), (3, 5), (4, 13)])
+def test_a_ladder_is_captured_ahead_from_any_example(size: tuple[int, int]) -> None:
+    """Of an example that is longer than a key its last entry is beyond the key's."""
+    model = Mean()
+    fast = gp.graphed(model, compiler="aot_eager", progress=False, **AHEAD)
+    try:
+        fast.capture(*features(size))
+        captured = fast.runtime.stats().captured
+        for other in SIZES:
+            (x,) = features(other)
+            agrees(fast(x), model(x))
+        assert fast.runtime.stats().captured == captured == 4
+        assert [key.padding for key in fast.runtime.report().figures.keys if key.padding]
+    finally:
+        fast.close()
+
+
+# -- parts of a model --------------------------------------------------------------------------------------------------
+
+
+def layers(x: torch.Tensor, num_layers: int = 3) -> torch.Tensor:
+    for _ in range(num_layers):
+        x = (x - x.mean(1, keepdim=True)).relu() * 0.5
+    return x.amax(1)
+
+
+def test_equal_regions_share_an_artifact(compiled: Make) -> None:
+    fast = made(compiled, layers, splitting_ops=["aten::relu"], mode="PIECEWISE")
+    fast.serve(of_calls(SIZES), passes=2)
+    assert verdicts(fast, "rows", "length") == ["proved", "made"]
+    assert fast.is_padded
+    (record,) = fast.rt.callables()
+    assert sum(region.kind == "captured" for region in record.regions) == 4
+    assert fast.rt.compiled() == 3, "the first, those that scale what they get, and the last"
+
+
+def test_equal_regions_of_other_sizes_have_their_own_artifacts(compiled: Make) -> None:
+    """Each counts in the real size of its own input."""
+
+    def model(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = (x - x.mean(1, keepdim=True)).relu()
+        return x, (y - y.mean(1, keepdim=True)).relu()
+
+    options = {"dynamic_dims": {"x": {1: "first"}, "y": {1: "second"}}, "capture_sizes": {"first": [8], "second": [8]}}
+    fast = made(compiled, model, splitting_ops=["aten::relu"], **options)
+    fast.serve([(torch.randn(3, one, 6), torch.randn(3, other, 6)) for one, other in ((5, 7), (7, 3), (6, 8))] * 3)
+    assert verdicts(fast, "first", "second") == ["made", "made"]
+    assert fast.is_padded
+    assert fast.problems == ()
+
+
+def test_a_graph_break_between(compiled: Make) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        x = x - x.mean(1, keepdim=True)
+        torch._dynamo.graph_break()
+        return x.softmax(1) * x.shape[1]
+
+    fast = made(compiled, model, dynamic_dims={}, capture_sizes=[1, 2, 4, 8, 16])
+    fast.serve(of_calls(SIZES), passes=6)
+    padded = [{size.field for size in record.sizes if size.verdict == "made"} for record in fast.rt.callables()]
+    assert len(padded) == 2
+    assert all(padded)
+    assert fast.is_padded
+
+
+def test_threads_have_their_own_sizes(compiled: Make) -> None:
+    fast = made(compiled, lambda x: x.mean(1) + x[:, -1])
+    fast.serve(of_calls(SIZES))
+
+    def run(number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        for at in range(40):
+            x = torch.randn(*SIZES[(at * (number + 1)) % len(SIZES)], 6, generator=generator)
+            agrees(fast(x), fast.model(x))
+
+    in_threads(run)
+    assert fast.is_padded
+    assert fast.problems == ()
+
+
+def test_a_size_that_recurs_gets_a_graph_of_its_own(compiled: Make) -> None:
+    fast = made(compiled, mean, graph_bytes=1 << 20)
+    fast.serve(of_calls([(4, 8)] * 3 + [(3, 5)] * 60))
+    assert any(key.num_tokens == 15 for _, _, key in fast.rt.counts())
+    fast.serve(of_calls(SIZES))
+
+
+def test_a_decision_is_of_what_an_input_holds(rt: gp.GraphRuntime) -> None:
+    """Regions of one structure: the padding of one input is declared, that of the other may be anything."""
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return x.sum(1)
+
+    verdict = []
+    for padding in ({"x": 0.0}, {}):
+        torch.compiler.reset()
+        given = {"dispatch": "auto", "compiler": "aot_eager", "padding": padding, **AHEAD}
+        fast = Compiled(rt, model, make=features, dynamic=True, **given)
+        fast.serve(of_calls(SIZES))
+        verdict.append({size.field: size.verdict for size in rt.callables()[-1].sizes}["length"])
+    assert verdict == ["proved", "made"]
+
+
+def test_an_input_that_is_written_to_is_left_as_it_is(compiled: Make) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return x.mean(1)
+
+    fast = made(compiled, model)
+    for size in SIZES * 2:
+        (x,) = features(size)
+        agrees(fast(x.clone()), 2 * x.mean(1))
+    assert verdicts(fast, "length") == ["unproved"]
+
+
+def test_a_graph_that_it_does_not_help_is_left_as_it_is(compiled: Make) -> None:
+    """The masked sum is proved; nothing makes the order of its rows a matter of the real ones alone."""
+
+    def model(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return (x * mask[..., None]).sum(1).flip(0)
+
+    def masked(size: tuple[int, int]) -> tuple[torch.Tensor, ...]:
+        return torch.randn(*size, 6), torch.ones(size)
+
+    fast = made(compiled, model, padding={"mask": 0.0}, dynamic_dims={}, capture_sizes=[1, 2, 4, 8, 16])
+    fast.make = masked
+    fast.serve([masked(size) for size in SIZES], passes=2)
+    (record,) = fast.rt.callables()
+    assert {size.verdict for size in record.sizes if size.is_padded} == {"proved"}
+
+
+def test_real_sizes_of_a_users_capture_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture records how they are made; memory that only its replay fills serves no other call."""
+    symbol = sympy.Symbol("s0")
+    sizes = appended.RealSizes([], {symbol: (0, 0)}, [symbol], torch.device("cpu"))
+    x = torch.zeros(3)
+    monkeypatch.setattr(appended.memory, "is_capturing_stream", lambda device: True)
+    (captured,) = sizes.of([x])
+    monkeypatch.undo()
+    (first,), (second,) = sizes.of([x]), sizes.of([x])
+    assert captured.tolist() == first.tolist() == [3]
+    assert first is second is not captured
+
+
+# -- calls under a context ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_under_a_context_all_entries_are_real(mode: str, rt: gp.GraphRuntime) -> None:
+    """The caller pads, and says so by a mask that is no prefix; what it passes is what counts."""
+    fast = Compiled(rt, mean, make=features, key=lambda size: gp.BatchDescriptor(size[0]), compiler="aot_eager")
+    fast.check(mode, sizes=[(4, 8)], capture=True)
+    fast.check(mode, sizes=[(4, 8)])
+    (record,) = rt.callables()
+    assert record.sizes == ()
+    assert fast.uses("captured", "replayed") == {(1, 2)}
+
+
+def test_a_context_around_a_callable_that_dispatches_itself(compiled: Make) -> None:
+    fast = made(compiled, mean)
+    fast.serve(of_calls(SIZES))
+    with gp.set_forward_context():
+        fast.serve(of_calls(SIZES))
+
+
+# -- the check of a key's first padded use -----------------------------------------------------------------------------
+
+
+def replaced_selection(monkeypatch: pytest.MonkeyPatch, is_real: Callable[[Any, Any], Any]) -> None:
+    """Selections take entries of which ``is_real(writer, size)`` says that they are real."""
+    right = lowering._Writer._is_real_index
+
+    def selects(writer: Any, size: Any, num_dims: int) -> Any:
+        return right(writer, size, num_dims) if num_dims else is_real(writer, size)
+
+    monkeypatch.setattr(lowering._Writer, "_is_real_index", selects)
+
+
+def test_the_check_finds_an_insertion_that_hides_real_entries(compiled: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the real sizes it hides none, and what the padding holds changes nothing."""
+    aten, iota = torch.ops.aten, torch.ops.prims.iota.default
+
+    def hides(writer: Any, size: Any) -> Any:
+        options = {"start": 0, "step": 1, "dtype": torch.int32, "device": writer._device, "requires_grad": False}
+        index = writer._at_the_start(iota, writer._padded(size), **options)
+        padded = writer._number(writer._padded(size), torch.int32)
+        hidden = writer._at_the_start(aten.sub.Tensor, padded, writer._real(size))
+        least = writer._at_the_start(aten.sub.Tensor, writer._real(size), hidden)
+        return writer._at_the_start(aten.lt.Tensor, index, least)
+
+    replaced_selection(monkeypatch, hides)
+    fast = made(compiled, lambda x: x.sum(1))
+    fast.serve(of_calls(SIZES), passes=2)
+    assert any("differ from a run without padding" in problem.what for problem in fast.problems)
+    assert not fast.is_padded
+
+
+def test_the_check_finds_an_insertion_that_leaves_padding(compiled: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def leaves(writer: Any, size: Any) -> Any:
+        options = {"device": writer._device, "pin_memory": False}
+        return writer._at_the_start(torch.ops.aten.full.default, [writer._padded(size)], True, **options)
+
+    replaced_selection(monkeypatch, leaves)
+    fast = made(compiled, lambda x: x.sum(1))
+    fast.serve(of_calls(SIZES), passes=2)
+    assert any("depend on the padding" in problem.what for problem in fast.problems)
+    assert not fast.is_padded
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda u, at: F.embedding(at, u), lambda u, at: u.index_select(0, at), lambda u, at: u.gather(0, at[:, None])],
+    ids=["embedding", "index_select", "gather"],
+)
+def test_a_negative_index_is_refused_as_torch_refuses_it(function: Callable[..., Any]) -> None:
+    fast: Any = torch.compile(function, backend="cgpass", dynamic=True, options={"compiler": "aot_eager"})
+    rows, right, wrong = torch.randn(9, 4), torch.tensor([1, 8, 0]), torch.tensor([1, -1, 0])
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(fast(rows, right), function(rows, right))
+        with pytest.raises((IndexError, RuntimeError)):
+            fast(rows, wrong)
