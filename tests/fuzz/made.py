@@ -40,6 +40,8 @@ class MadeGraph:
         self.proved = [name for name, verdict in proof.verdicts.items() if verdict is Verdict.PROVED]
         self.fields = self.proved
         self.insertions: tuple[Insertion, ...] = ()
+        if len(self.proved) == len(symbols):
+            return
         decomposed, recorded = AtenGraph.as_decomposed(self.module)
         can_change = [
             at

@@ -50,7 +50,9 @@ def _num_proved(proof: PaddingProof) -> int:
 
 
 def made(graph: AtenGraph, asked: Asked, can_change: Collection[int]) -> Made | None:
-    """The graph with repairs, for as many of the key fields as can be padded together; None if it needs none.
+    """The graph with repairs, for as many of the key fields as can be padded together; None if repairs let no more be.
+
+    A graph that is proved as it is should not be asked about.
 
     Args:
         graph: the graph as the compiler decomposed it.
@@ -68,7 +70,6 @@ def made(graph: AtenGraph, asked: Asked, can_change: Collection[int]) -> Made | 
 
     proof = decided(asked.fields, attempt)
     fields = [field for field, verdict in proof.verdicts.items() if verdict is Verdict.PROVED]
-    if not last[0].insertions or asked.is_proved(graph, fields):  # guard: made_where_it_helps
-        return None
     is_all = len(fields) == len(asked.fields)
-    return last[0].result() if is_all or len(fields) > asked.num_proved(graph) else None
+    helps = is_all or len(fields) > asked.num_proved(graph)  # guard: made_where_it_helps
+    return last[0].result() if last[0].insertions and helps else None
