@@ -13,6 +13,7 @@ rounds as visibly as a leak changes results; but a leak grows with the amount of
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -146,10 +147,11 @@ def check_padding(call: PaddedCall) -> PaddingCheck:
         expected, control = call.observed(None), call.observed(None)
         spreads = {name: largest_difference(one, control[name]) for name, one in expected.items()}
         is_noisy = any(spreads.values())
+        unpadded = functools.cache(call.unpadded)
         # guard: padding_that_is_not_finite
-        fault = _fault_of_contents(call, expected, spreads) or _fault_of_infinities(call, expected)
+        fault = _fault_of_contents(call, expected, spreads) or _fault_of_infinities(expected, unpadded)
         if fault is None and not call.amounts:
-            fault = _fault_of_sizes(call, expected)
+            fault = _fault_of_sizes(expected, unpadded())
         if fault is not None or not call.amounts:  # guard: padding_against_no_padding
             return PaddingCheck(fault, is_noisy)
         in_own_type: dict[str, torch.dtype] = {}
@@ -171,20 +173,18 @@ def _fault_of_contents(call: PaddedCall, expected: _Entries, spreads: Mapping[st
     return None
 
 
-def _fault_of_infinities(call: PaddedCall, expected: _Entries) -> str | None:
+def _fault_of_infinities(expected: _Entries, unpadded: Callable[[], _Entries]) -> str | None:
     """NaN and infinity in a real entry may come from the padding, whatever its contents, or from the model."""
     suspects = {name: one for name, one in expected.items() if has_fractions(one) and not bool(one.isfinite().all())}
-    unpadded = call.unpadded() if suspects else {}
     for name, one in suspects.items():
         for kind in (torch.isnan, torch.isinf):
-            if not torch.equal(kind(one), kind(unpadded[name])):
+            if not torch.equal(kind(one), kind(unpadded()[name])):
                 return f"real entries of {name} are not finite, and differ from a run without padding"
     return None
 
 
-def _fault_of_sizes(call: PaddedCall, expected: _Entries) -> str | None:
+def _fault_of_sizes(expected: _Entries, unpadded: _Entries) -> str | None:
     """Whether real entries differ from a run without padding by more than rounding, in the graph's own types."""
-    unpadded = call.unpadded()
     for name, one in expected.items():
         other = unpadded[name]
         if one.shape != other.shape:

@@ -16,7 +16,7 @@ from torch import fx
 
 from cgpass.keyrules import declared_constants
 from cgpass.sizes import GraphSizes
-from graphpass.compat import operators, symbolic
+from graphpass.compat import symbolic
 from graphpass.options import Settings
 from graphpass.regions.assign import Region
 from graphpass.regions.padding import Asked, AtenGraph, PaddedValue, Sizes, input_values, made, write
@@ -41,8 +41,7 @@ class PaddingPasses:
         fields = {size.symbol: size.name for size in sizes.sizes if size.is_of_calls and size.symbol in entries}
         constants = declared_constants(parts, sizes, settings)
         declared = {parts.inputs[position].name: constant for position, constant in constants.items()}
-        is_off = parts.never_padded() is not None or len(set(fields.values())) != len(fields)
-        return cls(parts, fields, declared, {} if is_off else entries)
+        return cls(parts, fields, declared, {} if parts.never_padded() is not None else entries)
 
     def __call__(self, region: Region) -> RegionPadding:
         """The pass over one region."""
@@ -101,20 +100,14 @@ class RegionPadding:
         if asked.is_proved(graph, fields.values()):
             return graph
         decomposed, recorded = AtenGraph.as_decomposed(aten)
-        can_change = [at for at, node in recorded.items() if _is_recorded_whole(node, decomposed.nodes[at].op)]
-        found = made(decomposed, asked, can_change)
+        found = made(decomposed, asked, recorded)
         if found is None:
             return graph
-        copies: dict[fx.Node, fx.Node] = {}
-        changed = fx.Graph()
-        changed.output(changed.graph_copy(aten.graph, copies))
-        for node, copy in copies.items():
-            copy.meta = dict(node.meta)
-        own = fx.GraphModule(aten, changed)
+        copy, copies = _copied(aten.graph)
+        self.changed = fx.GraphModule(aten, copy)
         vector = copies[placeholders[self._real_sizes[0]]]
-        write(own, decomposed, {at: copies[node] for at, node in recorded.items()}, found, (vector, entries))
-        aten.graph = _copied(own.graph)
-        self.changed = own
+        write(self.changed, decomposed, {at: copies[node] for at, node in recorded.items()}, found, (vector, entries))
+        aten.graph, _ = _copied(self.changed.graph)
         self.decisions = tuple((one.op, one.where, one.what) for one in found.graph.insertions)
         return found.graph
 
@@ -128,18 +121,11 @@ class RegionPadding:
         return inputs
 
 
-def _is_recorded_whole(node: fx.Node, op: str) -> bool:
-    """Whether the record of a node is of its own operator, so that its operands are the node's."""
-    return isinstance(node.target, operators.OpOverload) and node.target.name() == op
-
-
-def _copied(graph: fx.Graph) -> fx.Graph:
-    copy = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
+def _copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A copy of a graph, and {node: its copy}."""
+    copy, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     copy.output(copy.graph_copy(graph, copies))
-    for node, own in copies.items():
-        own.meta = dict(node.meta)
-    return copy
+    return copy, copies
 
 
 def _anything(value: PaddedValue, sizes: Sizes) -> PaddedValue:

@@ -25,8 +25,6 @@ class MadeGraph:
         copies: dict[fx.Node, fx.Node] = {}
         own = fx.Graph()
         own.output(own.graph_copy(module.graph, copies))
-        for node, copy in copies.items():
-            copy.meta = dict(node.meta)
         placeholders = list(own.find_nodes(op="placeholder"))
         mode = symbolic.fake_mode_of([node.meta["val"] for node in placeholders])
         with own.inserting_after(placeholders[-1]):
@@ -43,16 +41,11 @@ class MadeGraph:
         if len(self.proved) == len(symbols):
             return
         decomposed, recorded = AtenGraph.as_decomposed(self.module)
-        can_change = [
-            at
-            for at, node in recorded.items()
-            if isinstance(node.target, torch._ops.OpOverload) and node.target.name() == decomposed.nodes[at].op
-        ]
 
         def inputs(sizes: Any) -> Any:
             return input_values(record.inputs, sizes, declared)
 
-        found = made(decomposed, Asked(symbols, inputs, is_whole=True), can_change)
+        found = made(decomposed, Asked(symbols, inputs, is_whole=True), recorded)
         if found is None:
             return
         entries = {symbol: at for at, symbol in enumerate(symbols)}

@@ -6,7 +6,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import sympy
+from torch import fx
 
+from graphpass.compat import operators
 from graphpass.regions.padding.interpreter import Interpretation, Walk
 from graphpass.regions.padding.making import Made, Making
 from graphpass.regions.padding.program import AtenGraph
@@ -49,7 +51,12 @@ def _num_proved(proof: PaddingProof) -> int:
     return sum(verdict is Verdict.PROVED for verdict in proof.verdicts.values())
 
 
-def made(graph: AtenGraph, asked: Asked, can_change: Collection[int]) -> Made | None:
+def _is_recorded_whole(node: fx.Node, op: str) -> bool:
+    """Whether the record of a node is of its own operator, so that its operands are the node's."""
+    return isinstance(node.target, operators.OpOverload) and node.target.name() == op
+
+
+def made(graph: AtenGraph, asked: Asked, recorded: Mapping[int, fx.Node]) -> Made | None:
     """The graph with repairs, for as many of the key fields as can be padded together; None if repairs let no more be.
 
     A graph that is proved as it is should not be asked about.
@@ -57,10 +64,11 @@ def made(graph: AtenGraph, asked: Asked, can_change: Collection[int]) -> Made | 
     Args:
         graph: the graph as the compiler decomposed it.
         asked: which sizes may be padded, and what its inputs hold.
-        can_change: positions of the nodes whose operands can be replaced.
+        recorded: {position of a node in the record: the graph's node}.
     """
     if len(set(asked.fields.values())) != len(asked.fields):  # guard: made_sizes_are_apart
         return None
+    can_change = [at for at, node in recorded.items() if _is_recorded_whole(node, graph.nodes[at].op)]
     last: list[Making] = []
 
     def attempt(candidates: Mapping[sympy.Symbol, str]) -> tuple[Interpretation, tuple[PaddingFinding, ...]]:

@@ -196,13 +196,10 @@ class Making(Walk):
             if not (is_computed(of_dim[at]) and is_computed(product(of_dim[at + 1 :]))):
                 return None
         held = cast_pad(fill, value.dtype)
-        settled = [place for place in places if _is_same(value.pad_at(place), held)]
-        if len(settled) == len(places) and (
-            len(places) < 2 or value.constant is not None or value.whole.issuperset(places)
-        ):
-            return ref
+        has_no_corners = len(places) < 2 or value.constant is not None
         for place in places:
-            if place not in self._values[ref.index].whole or not _is_same(self._values[ref.index].pad_at(place), held):
+            value = self._values[ref.index]
+            if not _is_same(value.pad_at(place), held) or not (has_no_corners or place in value.whole):
                 ref = self._filled(ref, place, fill)
         return ref
 
@@ -211,7 +208,7 @@ class Making(Walk):
         if key in self._inserted:
             return self._inserted[key]
         value: PaddedValue = self._values[ref.index]
-        (dim, at), shape = place, self._shape(ref)
+        (dim, at), shape = place, self.shape_of(ref)
         of_dim = value.factors[dim]
         made = self._before_expansion(ref, place, fill)
         if made is None:
@@ -246,14 +243,10 @@ class Making(Walk):
         arguments = tuple((name, filled if name == "self" else argument) for name, argument in node.arguments)
         return self._strict(replace(node, arguments=arguments), None, is_repaired=True)
 
-    def _shape(self, ref: Ref) -> TensorShape:
+    def shape_of(self, ref: Ref) -> TensorShape:
         """The shape of a value, in the graph's own sizes."""
         value = self._values[ref.index]
         return TensorShape(tuple(product(of_dim) for of_dim in value.factors), value.dtype)
-
-    def shape_of(self, ref: Ref) -> TensorShape:
-        """The shape of a value, in the graph's own sizes."""
-        return self._shape(ref)
 
     def counted(self, ref: Ref, size: Size, *, wraps: bool) -> Ref | None:
         """An index as it counts in the real size of a dimension, 0 in its padding; None if that cannot be computed.
@@ -265,7 +258,7 @@ class Making(Walk):
             return None
         key = (ref, "counted", size, wraps)
         if key not in self._inserted:
-            shape = self._shape(ref)
+            shape = self.shape_of(ref)
             self._inserted[key] = self.emit(REAL_INDEX, shape, self=ref, size=size, wraps=wraps)
             self.inserted(f"indices that count in the real {size}", size, shape)
         made = self._inserted[key]
