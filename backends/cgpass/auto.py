@@ -318,8 +318,8 @@ class AutoDispatcher:
         for sizes, kept in list(self._calls.items()):
             if kept is call.under_padding:
                 self._calls[sizes] = replace(call, counts=self._counts(call.key))  # an example counts nowhere
-        if not is_in_bounds and self.drop(call.real):
-            self._own.sizes.dropped(call.size, is_final=True)
+        if not is_in_bounds:
+            self._pad_for_good(call)
             self._leave_out(call.real)
 
     def _leave_out(self, real: tuple[int, ...]) -> None:
@@ -339,10 +339,23 @@ class AutoDispatcher:
         lease = self._runtime.lease
         with lease.turn.unused() as is_unused:
             if is_unused:
-                self._pad_again(real)
-                descriptor = self.rules.keys.exact_key(real).descriptor
-                lease.drop([entry for wrapper in self._wrappers for entry in wrapper.take(descriptor)])
+                self._drop(real)
         return is_unused
+
+    def _drop(self, real: tuple[int, ...]) -> None:
+        self._pad_again(real)
+        descriptor = self.rules.keys.exact_key(real).descriptor
+        self._runtime.lease.drop([entry for wrapper in self._wrappers for entry in wrapper.take(descriptor)])
+
+    def _pad_for_good(self, call: AutoCall) -> None:
+        """Drop the graph of the size of a call as soon as no forward uses the pool; it gets none again."""
+
+        def drop() -> None:
+            self._drop(call.real)
+            if self._own is not None and call.size is not None:
+                self._own.sizes.dropped(call.size, is_final=True)
+
+        self._runtime.lease.turn.when_unused(drop)
 
     def _pad_again(self, real: tuple[int, ...]) -> None:
         for sizes, kept in list(self._calls.items()):
@@ -362,9 +375,9 @@ class AutoDispatcher:
         if scope is not None or exact is None or size.replays < size.asks_at:
             return call
         if call.under_padding is not None:
-            if not exact.sizes.loses(size) or not self.drop(call.real):
+            if not exact.sizes.loses(size):
                 return call
-            exact.sizes.dropped(size, is_final=True)
+            self._pad_for_good(call)
             return call.under_padding
         if self._num_graphs(call.key.descriptor) != 1:  # guard: exact_for_one_instance
             size.asks_at = 2 * size.replays

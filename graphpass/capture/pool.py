@@ -5,12 +5,13 @@ See Note [Pool rule] in docs/design.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +42,7 @@ class PoolTurn:
         self._thread: int | None = None
         self._forward: object = None
         self._depth = 0
+        self._deferred = collections.deque[Callable[[], None]]()
 
     def acquire(self, forward: object, who: str) -> bool:
         """Wait for the pool; True if this starts a forward, False inside a forward that has acquired it already.
@@ -71,6 +73,20 @@ class PoolTurn:
         finally:
             if is_free:
                 self._lock.release()
+                self._run_deferred()
+
+    def when_unused(self, action: Callable[[], None]) -> None:
+        """Run ``action`` while no forward is under way: now, or in the thread that ends the present forward."""
+        self._deferred.append(action)
+        self._run_deferred()
+
+    def _run_deferred(self) -> None:
+        while self._deferred and self._lock.acquire(blocking=False):
+            try:
+                while self._deferred:
+                    self._deferred.popleft()()
+            finally:
+                self._lock.release()
 
     def is_mine(self) -> bool:
         """Whether a forward of this thread is using the pool."""
@@ -82,6 +98,8 @@ class PoolTurn:
         if not self._depth:
             self._thread = self._forward = None
             self._lock.release()
+            if self._deferred:  # guard: deferred_drops
+                self._run_deferred()
 
 
 class PoolLease:

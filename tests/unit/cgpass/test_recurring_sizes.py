@@ -15,9 +15,10 @@ from torch import nn
 
 import graphpass as gp
 from cgpass.exactgraphs import _with_launches
+from cgpass.paddingcheck import PaddedCall
 from graphpass import GraphRuntime
 from graphpass.capture.cuda import PROCESS_MEMORY
-from graphpass.dispatch.recurring import CALLS_BETWEEN, OwnGraphs, RecurringSize, Times
+from graphpass.dispatch.recurring import CALLS_BETWEEN, ExactSizes, OwnGraphs, RecurringSize, Times
 from tests.threads import in_threads
 from tests.unit.compiled import Compiled, agrees
 from tests.unit.models import module
@@ -156,6 +157,25 @@ def test_at_the_bound_another_size_makes_room(mode: str, rt: GraphRuntime) -> No
     fast.call(SIZE, times=3)  # padded again
 
 
+def test_a_graph_above_the_bound_goes_when_the_present_forward_ends(
+    rt: GraphRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast, turn = Served(rt, graph_bytes=1), rt.lease.turn
+    captured_exactly = ExactSizes.captured_exactly
+
+    def captured_beside_a_forward(*args: Any) -> bool:
+        turn.acquire(forward=rt, who="another forward")
+        return captured_exactly(*args)
+
+    monkeypatch.setattr(ExactSizes, "captured_exactly", captured_beside_a_forward)
+    fast.call(SIZE, times=CALLS + 2)
+    assert shared_bytes() > 1
+    turn.release()
+    assert shared_bytes() == 0
+    fast.call(SIZE, times=2 * CALLS)
+    assert fast.exact() == {}
+
+
 def shared_bytes() -> int:
     return PROCESS_MEMORY.shared(OwnGraphs, torch.device("cpu")).num_bytes()
 
@@ -265,6 +285,22 @@ def test_threads_captures_replacements_and_new_weights(mode: str, num_calls: int
     fast.call(SIZE, times=5)
     rt.close()
     assert shared_bytes() == 0
+
+
+def test_a_weight_that_changes_during_the_check_is_no_leak(rt: GraphRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = rowwise()
+    fast, unpadded, changes = Served(rt, model), PaddedCall.unpadded, [1.01, 1.0]
+
+    def changed_meanwhile(call: PaddedCall) -> Any:
+        model.first.weight.data.mul_(changes.pop(0) if changes else 1.0)
+        return unpadded(call)
+
+    monkeypatch.setattr(PaddedCall, "unpadded", changed_meanwhile)
+    for size in (KEY, KEY, SIZE, SIZE, SIZE):
+        fast(torch.randn(size, 6))  # the result of the call meanwhile is that of the old weight
+    assert not changes
+    (replays,) = [counts.replayed for (_, _, key), counts in rt.counts().items() if key.num_tokens == KEY]
+    assert replays == 4, "the size is padded"
 
 
 def test_at_most_one_in_twenty_calls(rt: GraphRuntime) -> None:
