@@ -20,7 +20,7 @@ from graphpass.compat import dynamo, gaveup, operators, trees
 from graphpass.errors import CaptureError, GraphpassError
 from graphpass.ledger import Reason
 from graphpass.options import Fallbacks
-from graphpass.savedcalls import SavedCalls
+from graphpass.saved.calls import SavedCalls
 
 _MODEL = "graphed_model"
 _NO_GRAPH = Reason(

@@ -17,7 +17,7 @@ from graphpass.errors import CaptureError, OptionError, is_integer, is_seconds, 
 from graphpass.keys import CUDAGraphMode
 from graphpass.ledger import Reason
 from graphpass.paddedinputs import PadRule, checked_rule
-from graphpass.saved import SavedFiles
+from graphpass.saved.files import SavedFiles
 
 NEVER = "never"
 """The value of ``padding`` with which no size is padded."""

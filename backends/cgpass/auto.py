@@ -49,7 +49,7 @@ from graphpass.ledger import CountedReason, Reason, Row, named_sizes
 from graphpass.options import Settings
 from graphpass.paddedinputs import PaddedArguments, PaddedInput, PaddedMemory
 from graphpass.report.figures import PADDING_BEFORE
-from graphpass.saved import UsedKeys
+from graphpass.saved.files import UsedKeys
 
 _MAX_REMEMBERED = 4096
 _NO_INPUTS = PaddedArguments()

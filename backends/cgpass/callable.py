@@ -34,7 +34,7 @@ from graphpass.ledger import Reason
 from graphpass.options import Settings
 from graphpass.regions.split import Partition
 from graphpass.report.records import RegionId
-from graphpass.saved import UsedKeys
+from graphpass.saved.files import UsedKeys
 
 _RUNS_BEFORE_ADVICE = 8
 _MAX_KNOWN = 64

@@ -6,19 +6,25 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from cgpass.appended import AppendedInputs, append_real_sizes, attributes_read, count_from_start, lift_attributes
+from cgpass.appended import (
+    AppendedInputs,
+    RealSizes,
+    append_real_sizes,
+    attributes_read,
+    count_from_start,
+    lift_attributes,
+)
 from cgpass.callable import CompiledGraph, GraphedCallable
 from cgpass.explain import region_records, report_graph, size_records
-from cgpass.keyrules import calls_collectives, dispatched
+from cgpass.keyrules import AutoRules, calls_collectives, dispatched
 from cgpass.paddingcheck import region_in_float64
 from cgpass.paddingpass import PaddingPasses
-from cgpass.saved import GraphIdentity, SavedGraphs
 from cgpass.sizes import NamedSizes
 from graphpass.capture.runtime import GraphRuntime, runtime_of_compiler
 from graphpass.compat import dynamo, nnmodules, saving, symbolic
@@ -42,6 +48,8 @@ from graphpass.regions.padding import AtenGraph, ignores_numbers
 from graphpass.regions.split import Partition, partition, uncompiled_copy
 from graphpass.regions.symbols import graph_inputs
 from graphpass.report.records import LOADED, WARM_START, CallableRecord, CompileSeconds
+from graphpass.saved.files import UsedKeys
+from graphpass.saved.graphs import GraphIdentity, SavedGraphs
 
 
 def backend(
@@ -91,7 +99,8 @@ def backend(
     made = None
     if isinstance(traced.identity, GraphIdentity) and is_new:
         with runtime.ledger.timed(WARM_START, LOADED):
-            made = saved.load(name, traced.identity, traced.appended, traced.side_effects, runtime, settings)
+            given = (name, traced.appended, traced.side_effects)
+            made = saved.load(traced.identity, given, runtime, settings)
         runtime.owned(CallableCache).add(traced.key, made)
     made = made or _captured(name, traced, runtime, settings, aliases)
     return traced.floats.moved_before(made)
@@ -154,9 +163,70 @@ def _captured(
     made = GraphedCallable(graph, runtime, settings, rules)
     cache.add(traced.key, made)
     if traced.identity is not None:
-        saved = runtime.owned(SavedGraphs)
-        saved.save(made, traced.identity, (graph, rules, record), aliases, runtime, settings)
+        saved, regions = SavedCallable.of(graph, rules, record, aliases), list(compiled.by_name.values())
+        runtime.owned(SavedGraphs).save(made, traced.identity, saved, regions, runtime, settings)
     return made
+
+
+@dataclass(frozen=True, slots=True)
+class SavedCallable:
+    """What the file of a graph holds of a callable: all but what belongs to a process. See Note [Saved starts]."""
+
+    graph: CompiledGraph
+    rules: AutoRules | None
+    record: CallableRecord
+    sizes_read: RealSizes | None  #: among the appended inputs
+    aliases: Mapping[str, str]  #: {what the user calls an input: its name in the graph}
+
+    @classmethod
+    def of(
+        cls, graph: CompiledGraph, rules: AutoRules | None, record: CallableRecord, aliases: Mapping[str, str]
+    ) -> SavedCallable:
+        """The parts of a callable, without its runtime and settings."""
+        unbound = replace(
+            graph,
+            partition=replace(graph.partition, stitched=_unbound, _outputs=None),
+            sizes=replace(graph.sizes, settings=None),  # type: ignore[arg-type]
+            compiled=dict(graph.compiled),
+            traces=dict(graph.traces),
+            appended=None,
+            side_effects=(),
+        )
+        if rules is not None:
+            rules = replace(rules, padded=dict.fromkeys(rules.padded))  # type: ignore[arg-type]
+        record = replace(record, admits=None if record.admits is None else _unbound, frame=None)
+        return cls(unbound, rules, record, None if graph.appended is None else graph.appended.sizes, dict(aliases))
+
+    def bound(
+        self, used: UsedKeys, runtime: GraphRuntime, settings: Settings, traced: Sequence[Any] = ()
+    ) -> GraphedCallable:
+        """The callable in this process.
+
+        ``traced`` has the name, the appended inputs and the side effects of a trace that was just made. Without one the
+        inputs have the user's names in the settings.
+        """
+        if not traced:
+            appended = None if self.sizes_read is None else AppendedInputs([], self.sizes_read)
+            traced, settings = (runtime.next_callable_name(), appended, ()), settings.with_names(self.aliases)
+        name, appended, side_effects = traced
+        sizes = replace(self.graph.sizes, settings=settings)
+        graph = replace(self.graph, name=name, sizes=sizes, appended=appended, side_effects=side_effects)
+        admits = None if self.record.admits is None else sizes.admits
+        record = replace(self.record, name=name, frame=dynamo.frame_id(), admits=admits, is_loaded=True)
+        runtime.register(replace(record, artifacts=0, seconds=CompileSeconds()))
+        runtime.note("loaded from warm_start: nothing was partitioned or compiled", at=name)
+        rules, inputs = self.rules, graph.partition.inputs
+        if rules is not None:
+            rules = replace(rules, padded={p: settings.padding.get(inputs[p].shown, "repeat") for p in rules.padded})
+        for region in {id(tuned): tuned for one in graph.compiled.values() if (tuned := one.tuned)}.values():
+            region.load(name, runtime.ledger)
+        loaded = GraphedCallable(graph, runtime, settings, rules)
+        loaded.remember_keys(used)
+        return loaded
+
+
+def _unbound(*_: Any) -> Any:
+    raise AssertionError("a saved graph is bound to its runtime when it is loaded")
 
 
 def _compiled(

@@ -8,7 +8,8 @@ from pathlib import Path
 from graphpass.cli.program import Result
 from graphpass.errors import OptionError
 from graphpass.report.drawing import Table, Text
-from graphpass.saved import SavedFile, SavedFiles, difference, environment
+from graphpass.saved.files import SavedFile, SavedFiles
+from graphpass.saved.fingerprint import difference, environment
 
 
 def cache(action: str, directory: Path, days: float | None) -> Result:

@@ -51,8 +51,8 @@ from graphpass.ladder.modelstate import (
 from graphpass.ledger import Reason
 from graphpass.options import Fallbacks, Settings
 from graphpass.paddedinputs import versions_of, written_since
-from graphpass.saved import UsedKeys
-from graphpass.savedcalls import SavedCalls
+from graphpass.saved.calls import SavedCalls
+from graphpass.saved.files import UsedKeys
 
 _LEAST_SYMBOLIC = 2
 _SMALL_BYTES = 1 << 20

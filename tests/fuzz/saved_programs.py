@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphpass.saved import digest
+from graphpass.saved.fingerprint import digest
 
 MODULE = "graphpass_fuzzed_state"
 MODULE_OF_FORWARD = "graphpass_fuzzed_forward"

@@ -15,12 +15,12 @@ from torch import fx
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cgpass.saved import GraphIdentity
 from graphpass.compat.saving import CannotSaveError, require_lasting
 from graphpass.ledger import Reason
 from graphpass.options import Settings
-from graphpass.saved import UnstableError, assumed, contents_of, digest, implementations, sources
-from graphpass.saved.fingerprint import mixed_sum
+from graphpass.saved.calls import assumed
+from graphpass.saved.fingerprint import UnstableError, contents_of, digest, implementations, mixed_sum, sources
+from graphpass.saved.graphs import GraphIdentity
 
 PLACE = "graphpass_saved_module"
 

@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import graphpass as gp
-from graphpass.savedcalls import SavedCalls
+from graphpass.saved.calls import SavedCalls
 from tests.unit.saved.stack import INPUTS, Plain, Stack, example, stack
 
 

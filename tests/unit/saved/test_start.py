@@ -20,7 +20,9 @@ from graphpass.cli.app import app
 from graphpass.ledger import Reason
 from graphpass.regions.execute import value_of
 from graphpass.regions.split import Partition, partition
-from graphpass.saved import GRAPH, SavedFiles, directory, environment, fingerprint
+from graphpass.saved import files, fingerprint
+from graphpass.saved.files import GRAPH, SavedFiles
+from graphpass.saved.fingerprint import environment
 from tests.unit.saved import stack as of
 from tests.unit.saved.stack import (
     INPUTS,
@@ -237,7 +239,7 @@ def test_files_of_another_user_are_not_read(tmp_path: Path, monkeypatch: pytest.
 def test_two_writers_leave_a_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, contents, replaced = SavedFiles(tmp_path / "starts"), [bytes([n]) * 100_000 for n in range(4)], []
     replace = os.replace
-    monkeypatch.setattr(directory.os, "replace", lambda *paths: (replaced.append(paths), replace(*paths)))
+    monkeypatch.setattr(files.os, "replace", lambda *paths: (replaced.append(paths), replace(*paths)))
     writers = [threading.Thread(target=store.write, args=("name", {"a": "1"}, GRAPH, data)) for data in contents]
     for writer in writers:
         writer.start()
@@ -254,7 +256,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     def fails(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(directory.os, "replace", fails)
+    monkeypatch.setattr(files.os, "replace", fails)
     found = store.write("name", {}, GRAPH, b"contents")
     assert isinstance(found, Reason)
     assert "No space left" in found.why

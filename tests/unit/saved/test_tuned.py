@@ -99,7 +99,7 @@ def test_a_choice_that_cannot_be_saved_removes_the_file(
     written = saving.dumps
 
     def dumps(record: Any) -> bytes:
-        if any(region.tuned._chosen for region in record["graph"].compiled.values()):
+        if any(region.tuned._chosen for region in record[0].graph.compiled.values()):
             raise saving.CannotSaveError("this variant")
         return written(record)
 

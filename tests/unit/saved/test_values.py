@@ -78,7 +78,7 @@ def test_a_loaded_partition_has_the_text_of_the_saved_one(tmp_path: Path, monkey
     texts: dict[str, list[str]] = {"dumps": [], "loads": []}
 
     def note(name: str, record: Any) -> None:
-        parts = record["graph"].partition
+        parts = record[0].graph.partition
         texts[name].append(dump_partition(parts.inputs, parts.mutated_inputs, parts.regions, ()))
 
     dumps, loads = saving.dumps, saving.loads

@@ -25,6 +25,8 @@ GRAPH, CALL, RESULT, KEYS = KINDS = (".graph", ".call", ".result", ".keys")
 keys of a graph that traffic used."""
 
 NOT_SAVED = Reason("nothing was saved for it", is_expected=True)
+SEE_SAVED = "see docs/guides/starting.md for what can be saved"
+"""A remedy."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
