@@ -19,7 +19,6 @@ from graphpass.compile import RegionTrace
 from graphpass.keys import CUDAGraphMode
 from graphpass.ledger import Reason
 from graphpass.options import Settings
-from graphpass.regions.fusions import lost_fusions
 from graphpass.regions.padding import PaddingProof
 from graphpass.regions.split import Partition
 from graphpass.report import Report
@@ -149,20 +148,12 @@ def report_graph(
             for cut, reason in zip(part.reasons, region.reasons, strict=True):
                 if not cut.captures_whole and cut.remedy:  # eager although the user did not ask for it
                     warn(f"runs eagerly between graphs: {reason}", reason.remedy, f"{name}.{region.name}")
-    _note_fusions(name, parts, runtime, settings)
     if auto is not None:
         rules, proof = auto
         for _, problem, remedy in rules.unproved:
             warn(problem, remedy, name)
         dynamo.trace_json(f"graphpass_padding_{name}", lambda: _padding(proof))
         dynamo.trace_json(f"graphpass_keys_{name}", lambda: _keys(rules))
-
-
-def _note_fusions(name: str, parts: Partition, runtime: GraphRuntime, settings: Settings) -> None:
-    if settings.compiler == "inductor":
-        serves_full = CUDAGraphMode.FULL in settings.runtime_modes() and parts.never_full() is None
-        for where, lost in lost_fusions(parts, serves_full=serves_full):
-            runtime.ledger.note(lost, at=f"{name}.{where}", is_problem=True)
 
 
 def _padding(proof: PaddingProof) -> dict[str, object]:

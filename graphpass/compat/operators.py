@@ -374,13 +374,6 @@ def ranged(label: str, launch: Callable[..., Any]) -> Callable[..., Any]:
     return in_range
 
 
-@functools.cache
-def adds_computed_sums_in_products() -> bool:
-    """Whether Inductor adds a computed tensor to a matrix product inside of it, whoever reads the sum (torch 2.15)."""
-    importlib.import_module("torch._inductor.fx_passes.post_grad")
-    return torch_attribute("_inductor.fx_passes.post_grad._is_bias_like_addmm_input") is not None
-
-
 def torch_attribute(path: str) -> Any | None:
     """``torch.<path>``, or None where this release has no such attribute."""
     attribute: Any = torch
