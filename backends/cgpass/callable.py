@@ -105,7 +105,7 @@ class GraphedCallable:
         self._runs_without_graph = 0
         self.never_full = partition.never_full()
         is_full = rules is not None and rules.mode is CUDAGraphMode.FULL
-        self._knows_replays = is_full and not (settings.policy.debug or settings.policy.compare)
+        self._knows_replays = is_full and not settings.policy.compare
         inner = [callee for callee in self._callees.values() if isinstance(callee, CUDAGraphWrapper)]
         wrappers = (self._full,) if is_full else tuple(inner)
         device = device_of([given.value for given in partition.inputs])
@@ -418,11 +418,9 @@ class GraphedCallable:
         """
         is_full = context.runtime_mode is CUDAGraphMode.FULL
         clone = is_outermost = False if is_cut else None
-        if is_full and not self._policy.debug:
+        if is_full:
             return self._full.call_flat(context, args, clone=clone, is_outermost=is_outermost)
         with entered(context):
-            if is_full:  # an eager run reads the context that a graph has baked in
-                return self._full.call_flat(context, args, clone=clone, is_outermost=is_outermost)
             return self._piecewise(context, tuple(args), clone=clone, plan=plan)[0]
 
     def _check(
@@ -515,7 +513,7 @@ class GraphedCallable:
             pool = lease.forward_storages
             # guard: piecewise_outputs_cloned
             leaves = clone_pool_tensors(flat, pool) if clones else own_objects(flat, pool)
-            if is_outermost and self._policy.debug and not clones:
+            if is_outermost and self._policy.compare and not clones:
                 leaves = lease.tracking_views(leaves, pool, self.name)
             return type(outputs)(leaves) if self.returns_flat else _rebuilt(outputs, leaves), plan
         finally:

@@ -32,7 +32,7 @@ BUSY = Reason(
     " runtime=graphpass.GraphRuntime(), dispatch='auto'",
 )
 NOT_PADDED = f"leave the dimension out of dynamic_dims, or hide the padding from the model {DECLARE_MASK}"
-_AFTER_FAILURE = "run it at that size with debug=True: if it fails there, too, the model causes it, else the capture"
+_AFTER_FAILURE = "run it at that size with mode='NONE': if it fails there, too, the model causes it, else the capture"
 
 
 class NoGraphNowError(Exception):

@@ -1,6 +1,6 @@
-"""``compare=True`` and ``debug=True``: eager runs of a region beside its graph, or instead of it.
+"""``compare=True``: eager runs of a region beside its graph.
 
-Under ``compare``, every replay is compared with an eager run of the same code, on copies of the tensors that it writes.
+Every replay is compared with an eager run of the same code, on copies of the tensors that it writes.
 There are two comparisons, both in the order in which regions run. A compiled region must return what its traced graph
 returns for the same inputs; a difference is the compiler's fault. A replay must return what the compiled code returns
 without a graph; a difference is the capture's fault.
@@ -8,7 +8,6 @@ without a graph; a difference is the capture's fault.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,10 +19,10 @@ import torch
 from graphpass.capture.outputs import clone_pool_tensors
 from graphpass.capture.replay import GraphEntry
 from graphpass.capture.settings import default_random_state, restoring
-from graphpass.capture.staging import distinct_elements, storage_id, storage_ids
+from graphpass.capture.staging import storage_ids
 from graphpass.compat import trees
 from graphpass.context import ForwardContext, entered
-from graphpass.errors import CaptureError, MismatchError
+from graphpass.errors import MismatchError
 
 # (relative, absolute) tolerance: a replay runs the same kernels in the same order, except that libraries may choose
 # another algorithm under capture.
@@ -84,62 +83,6 @@ class RegionCalls:
         if after is not None:
             after(result)
         return result
-
-
-# -- debug -------------------------------------------------------------------------------------------------------------
-
-
-class EagerGraph:
-    """Under ``debug``, a graph that runs the region eagerly, over the same buffers and padding.
-
-    If a wrong result remains, the model or the compiler causes it; if it disappears, the capture does. Each replay runs
-    ``body`` and copies its results to the addresses of the first run's results.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        body: Callable[[], Sequence[Any]],
-        inside: Callable[[], contextlib.AbstractContextManager[Any]],
-        graph_inputs: Sequence[Any],
-    ) -> None:
-        self._name = name
-        self._body: Callable[[], Sequence[Any]] | None = body
-        self._inside = inside
-        self._inference = torch.is_inference_mode_enabled()
-        self._inputs = storage_ids(graph_inputs)
-        self.outputs = tuple(body())
-
-    def replay(self) -> None:
-        """Run the region and copy its results to the addresses that a graph would write."""
-        assert self._body is not None, "a graph that was reset is not replayed"
-        with torch.inference_mode(self._inference), torch.no_grad():
-            with self._inside():
-                results = self._body()
-            for index, (fixed, result) in enumerate(zip(self.outputs, results, strict=True)):
-                if not isinstance(fixed, torch.Tensor):
-                    if fixed != result:
-                        raise self._changed(index, fixed, result)
-                elif not isinstance(result, torch.Tensor) or result.shape != fixed.shape:
-                    raise self._changed(index, fixed, result)
-                elif storage_id(fixed) not in self._inputs and storage_id(fixed) != storage_id(result):
-                    target, source = (distinct_elements(t, name=f"output {index}") for t in (fixed, result))
-                    target.copy_(source)
-
-    def reset(self) -> None:
-        """Drop the reference to the region."""
-        self._body = None
-
-    def _changed(self, index: int, fixed: Any, result: Any) -> CaptureError:
-        def shown(value: Any) -> str:
-            return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-
-        return CaptureError(
-            f"output {index} of {self._name} is baked into the graph, and differs from its value at capture",
-            expected=shown(fixed),
-            found=shown(result),
-            remedy="put the value that it depends on into the key: BatchDescriptor(..., extra=((name, value),))",
-        )
 
 
 # -- compare -----------------------------------------------------------------------------------------------------------
@@ -232,7 +175,8 @@ def _mismatch(region: str, key: str, what: str, who: str, found: str, expected: 
     remedy = (
         "try compiler='eager': if the difference disappears, the compiler causes it"
         if who == "compiled code"
-        else "run with debug=True: if the difference remains, the model causes it; if it disappears, the capture does"
+        else "pass what changes between calls to the op as an argument; or list the op in splitting_ops, and set "
+        "mode='PIECEWISE'"
     )
     return MismatchError(f"{what} of {region} differs in {who} at {key}", expected=expected, found=found, remedy=remedy)
 

@@ -4,7 +4,7 @@ Capture classifies each output once. An output in the memory of an input becomes
 passed in this call. An output in the pool is cloned or returned as it is. Other values (numbers, None) are constants.
 
 A later replay overwrites pool memory, and views of it become stale. To show this, the tape fills stale outputs with
-values that cannot pass for results, and ``debug`` reports views that are still alive.
+values that cannot pass for results, and ``compare`` reports views that are still alive.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def fill_with_sentinel(tensors: Iterable[torch.Tensor]) -> None:
 
 
 class HandedViews:
-    """Under ``debug``, reports output views that callers still hold after a later replay overwrote their memory.
+    """Under ``compare``, reports output views that callers still hold after a later replay overwrote their memory.
 
     A view is valid until the next replay; read later, it silently shows another step's result. In a loop
     ``y = step(x)``, ``y`` always lives until the next result is assigned, so a view is reported only when the second

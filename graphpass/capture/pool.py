@@ -127,7 +127,7 @@ class PoolLease:
         self.forward_storages: set[int] = set()
         #: the entries that wrappers replayed since the pool was last acquired, in order
         self.forward_entries: list[GraphEntry] = []
-        #: overwrite stale outputs with NaN on every device; ``debug`` sets this
+        #: overwrite stale outputs with NaN on every device; ``compare`` sets this
         self.shows_stale = False
         self._forward: object = None  # identity of the forward that began last: the weak reference to its context
         self._written: list[torch.Tensor] = []
@@ -244,7 +244,7 @@ class PoolLease:
             self._device.make_stale(outputs)
 
     def tracking_views(self, outputs: Sequence[Any], pool_storages: Collection[int], who: str) -> list[Any]:
-        """``outputs`` as views over new storages; a note names each view still alive too late. For ``debug``."""
+        """``outputs`` as views over new storages; a note names each view still alive too late. For ``compare``."""
         return self._views.hand_out(outputs, pool_storages, who)
 
     def without_stale(self, leaves: Sequence[Any], positions: Sequence[int] | None = None) -> list[Any]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from graphpass.capture.compare import EagerGraph, RegionCalls
+from graphpass.capture.compare import RegionCalls
 from graphpass.capture.cuda import measurement_on
 from graphpass.capture.outputs import OutputPlan
 from graphpass.capture.pool import GraphDevice
@@ -44,7 +44,7 @@ from graphpass.capture.staging import (
     storage_ids,
 )
 from graphpass.compat import dynamo, memory, nnmodules, operators, trees
-from graphpass.context import ForwardContext, current_context, entered
+from graphpass.context import ForwardContext, entered
 from graphpass.errors import CaptureError, DeviceError, GraphpassError
 from graphpass.keys import CUDAGraphMode
 from graphpass.ledger import Row
@@ -142,8 +142,7 @@ class Recorder:
     runnable: Callable[..., Any]
     runtime: GraphRuntime
     arena: BufferArena
-    #: ``debug`` runs eagerly and records no graph; ``compare`` keeps copies of the inner regions' outputs
-    policy: CapturePolicy
+    policy: CapturePolicy  #: ``compare`` keeps copies of the inner regions' outputs
     call: Call
     baked: frozenset[int]  #: flat positions of the arguments whose address the graph may bake in, of ``call.static``
 
@@ -184,12 +183,11 @@ class Recorder:
         log = ReadLog()
         generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
         mutated = [body.inputs[position] for position in sorted(self.call.mutated)]
-        surroundings = functools.partial(_surroundings, self.mode, inside, log)
-        with without_collections(), surroundings(context):
+        with without_collections(), _surroundings(self.mode, inside, log, context):
             inputs.copy_in(leaves)
             versions = _versions(body.inputs)
             with restoring(mutated, generators, device.device):
-                inside.measurement = None if self.policy.debug else measurement_on(device)
+                inside.measurement = measurement_on(device)
                 run_seconds = device.warm_up(body)
                 inside.measurement = None
                 self._row(context, "warmed").n += 1
@@ -201,18 +199,13 @@ class Recorder:
             if scope is not None and scope.prepare is not None:
                 scope.prepare()
             with restoring(mutated, generators, device.device):
-                log.is_open = not self.policy.debug
-                graph, recorded, cost = (
-                    _eager(self.name, body, surroundings)
-                    if self.policy.debug  # guard: debug_runs_eagerly
-                    else self._measured(device, body, generators, context, run_seconds)
-                )
+                log.is_open = True
+                graph, recorded, cost = self._measured(device, body, generators, context, run_seconds)
                 log.is_open = False
             returned = recorded[: len(body.returned)]
             # Warm-up and recording use different pools: a storage that both returned existed before them.
             outputs = OutputPlan.of(returned, body.inputs, device.without_ownership, existed & storage_ids(returned))
-            if not self.policy.debug:  # guard: tape_frozen_results
-                device.refuse_frozen(outputs.pool_outputs)
+            device.refuse_frozen(outputs.pool_outputs)  # guard: tape_frozen_results
             observed = tuple(replace(o, tensor=device.without_ownership(o.tensor)) for o in inside.observed or ())
         self.runtime.lease.make_stale(outputs.pool_outputs)  # guard: recorded_result_is_stale
         row = self._row(context, "captured")
@@ -305,7 +298,7 @@ class Recorder:
     def _graph_inputs(self, inputs: InputPlan) -> list[Any]:
         """The arguments to record with: buffers for staged inputs, the caller's tensors for the others.
 
-        A tape, and an EagerGraph (``debug``), keep these. They must not keep the memory of modules.
+        A tape keeps these. They must not keep the memory of modules.
         """
         lent, leaves = self.call.sharing(self.call.module_owned), enumerate(self.call.leaves)
         found = [memory.without_ownership(leaf) if position in lent else leaf for position, leaf in leaves]
@@ -465,20 +458,6 @@ def _surroundings(mode: CUDAGraphMode, inside: RegionCalls, log: ReadLog, contex
     )
     with entered(log.proxy_of(seen, of=context)), torch.no_grad(), without_cached_casts():
         yield
-
-
-def _eager(
-    name: str, body: _Body, surroundings: Callable[[ForwardContext], contextlib.AbstractContextManager[None]]
-) -> tuple[Graph, Sequence[Any], GraphCost]:
-    """An :class:`EagerGraph` over ``body``, and its flat outputs; ``debug`` uses it in place of a recording."""
-
-    def surrounded() -> contextlib.AbstractContextManager[None]:
-        context = current_context()
-        assert context is not None, "graphs are replayed under a context"
-        return surroundings(context)
-
-    graph = EagerGraph(name, body, surrounded, body.inputs)
-    return graph, graph.outputs, _NOT_MEASURED
 
 
 _NOT_MEASURED = GraphCost(lambda: None, lambda: None, 0, 0)

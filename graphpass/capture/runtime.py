@@ -252,7 +252,7 @@ class GraphRuntime:
     def adopt(self, wrapper: CUDAGraphWrapper, *, shows_stale: bool = False) -> None:
         """Add ``wrapper`` to this runtime's counts, hiding and closing, by weak reference, and forget those that died.
 
-        ``shows_stale`` makes every device overwrite stale outputs with NaN; ``debug`` sets this.
+        ``shows_stale`` makes every device overwrite stale outputs with NaN; ``compare`` sets this.
         """
         alive = self._alive()
         if len(alive) < len(self._wrappers):

@@ -31,14 +31,12 @@ class CapturePolicy:
     on_moved_input: Literal["copy", "error"] = "copy"
     #: capture a key at its first use, also outside ``runtime.capturing()``, with a warning
     lazy_capture: bool = False
-    #: run the region eagerly instead of replaying, with the same buffers and padding, and report output views that are
-    #: still held after a later replay overwrote them
-    debug: bool = False
-    #: also run the region eagerly at each replay, on copies, and raise an error if a result differs
+    #: also run the region eagerly at each replay, on copies, and raise an error if a result differs; overwrite stale
+    #: output views with NaN, and report those that are still held after a later replay
     compare: bool = False
 
     def __post_init__(self) -> None:
-        switches = ((name, (False, True)) for name in ("lazy_capture", "debug", "compare"))
+        switches = ((name, (False, True)) for name in ("lazy_capture", "compare"))
         for name, allowed in (("outputs", ("clone", "view")), ("on_moved_input", ("copy", "error")), *switches):
             remedy = f"leave it out for {allowed[0]!r}"
             one_of(getattr(self, name), allowed, f"option {name} has no such value", remedy=remedy)

@@ -116,7 +116,7 @@ class CUDAGraphWrapper:
         self._clones = self._policy.clones_outputs
         self._entries = EntryTable()
         self._flat_spec: Any = None
-        runtime.adopt(self, shows_stale=self._policy.debug)
+        runtime.adopt(self, shows_stale=self._policy.compare)
 
     def unwrap(self) -> Callable[..., Any]:
         """The innermost runnable, where wrappers are nested."""
@@ -208,7 +208,7 @@ class CUDAGraphWrapper:
                 expected.compare(results, leaves)
             if recorded is not None and not clones:
                 results = outputs.owning(results, recorded)
-            if is_outermost and self._policy.debug and not clones:
+            if is_outermost and self._policy.compare and not clones:
                 results = lease.tracking_views(results, outputs.pool_storages, self.name)
         finally:
             if not is_leased:

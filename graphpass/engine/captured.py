@@ -343,8 +343,7 @@ class CapturedKeys:
             if state is None:  # a graph of some sizes reads a tensor that the model does not own
                 return {}
             self._states[call.callable] = state
-        # guard: debug_under_a_context
-        plan, has_context = call.plan, self._model.attention is not None or self._model.settings.policy.debug
+        plan, has_context = call.plan, self._model.attention is not None
         if plan is not None and (plan.reads.numbers or plan.reads.paths):
             has_context = True  # guard: steps_that_read_the_context
         return {

@@ -83,8 +83,8 @@ class CudaGraphManager:
         if own is not None:
             raise OptionError(
                 f"option {own!r} is set by the manager",
-                expected="other options of the backend: compiler, splitting_ops, on_fallback, on_moved_input, debug, "
-                "compare, ...",
+                expected="other options of the backend: compiler, splitting_ops, on_fallback, on_moved_input, compare, "
+                "...",
                 found=f"{own}={options[own]!r}",
                 remedy="leave it out: the dispatcher sets mode and sizes, and outputs are views of the manager's "
                 "buffers",

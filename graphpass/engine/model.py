@@ -97,7 +97,9 @@ class Model:
         self.settings = Settings.of(self._options)  #: the validated options
         self.fallbacks = Fallbacks(runtime, self.settings.on_fallback)  #: reports batches without a graph
         if hooks is not None and self.settings.policy.compare:
-            raise _not_with_offloading("compare=True", "debug=True, which runs the same steps eagerly")
+            raise _not_with_offloading(
+                "compare=True", "a dispatcher of mode 'NONE', which runs the same steps without graphs"
+            )
         self.modules = modules_of(model)  #: all modules of the model, as of the last capture
         self.recompile()
 

@@ -40,11 +40,10 @@ class Rig:
         outputs: str = "clone",
         on_moved_input: str = "copy",
         lazy: bool = False,
-        debug: bool = False,
         compare: bool = False,
         **roles: Any,
     ) -> CUDAGraphWrapper:
-        policy = CapturePolicy(outputs, on_moved_input, lazy, debug, compare)  # type: ignore[arg-type]
+        policy = CapturePolicy(outputs, on_moved_input, lazy, compare)  # type: ignore[arg-type]
         return CUDAGraphWrapper(Counted(function), mode, runtime=self.runtime, name=name, policy=policy, **roles)
 
     def call(

@@ -1,4 +1,4 @@
-"""``compare`` and ``debug``: eager runs beside every replay, which name what differs first, or instead of it."""
+"""``compare``: eager runs beside every replay, which name what differs first; views that outlive their validity."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import graphpass as gp
 from graphpass import CUDAGraphWrapper
 from graphpass.capture import CapturePolicy
 from graphpass.capture.compare import first_difference
-from graphpass.errors import CaptureError, MismatchError, OptionError, ShapeError
+from graphpass.errors import MismatchError, OptionError
 
 X = torch.arange(8.0).reshape(4, 2)
 ROW = torch.arange(8.0)
@@ -48,7 +48,7 @@ def test_a_difference_names_tensor_row_and_magnitude(rig: Any) -> None:
     rows[0] = torch.tensor([[1.0], [1.0], [3.0], [1.5]])
     with pytest.raises(MismatchError) as failure:
         rig.call(wrapper, X)
-    for text in ("output 1 of region", "FULL 8 tokens", "row 2 (of 2 rows", "largest difference 10", "debug=True"):
+    for text in ("output 1 of region", "FULL 8 tokens", "row 2 (of 2 rows", "largest difference 10", "splitting_ops"):
         assert text in str(failure.value)
 
 
@@ -143,64 +143,14 @@ def test_differences(found: torch.Tensor, expected: torch.Tensor, text: str | No
     assert text is None or re.search(text.replace("(", r"\(").replace(")", r"\)"), str(difference))
 
 
-def test_python_that_a_graph_has_frozen_runs_again(rig: Any) -> None:
-    scale = [2.0]
-    frozen = rig.wrap(lambda x: x * scale[0], name="frozen")
-    live = rig.wrap(lambda x: x * scale[0], name="live", debug=True)
-    for wrapper in (frozen, live):
-        rig.capture(wrapper, ROW)
-    scale[0] = 5.0
-    assert torch.equal(rig.call(frozen, ROW), ROW * 2)
-    assert torch.equal(rig.call(live, ROW), ROW * 5)
-    assert (rig.counts(live).captured, rig.counts(live).replayed) == (1, 2)
-
-
-def test_it_checks_and_copies_as_a_graph_would(rig: Any) -> None:
-    def region(x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        state += x
-        return state * 2, x.view(2, 4)
-
-    wrapper = rig.wrap(region, debug=True, mutated_inputs=[1])
-    state, moved = torch.zeros(8), ROW.clone()
-    rig.capture(wrapper, moved, state)
-    doubled, viewed = rig.call(wrapper, moved, state)
-    assert torch.equal(state, ROW * 2)
-    assert torch.equal(doubled, ROW * 4)
-    assert viewed.data_ptr() == moved.data_ptr()
-    with pytest.raises(ShapeError, match="does not fit the buffer"):
-        rig.call(wrapper, torch.ones(3), state)
-
-
-def test_ops_that_cannot_be_captured_run(rig: Any) -> None:
-    wrapper = rig.captured(rig.wrap(lambda x: x * x.sum().item(), debug=True), ROW)
-    assert torch.equal(rig.call(wrapper, ROW + 1), (ROW + 1) * (ROW + 1).sum())
-
-
-@pytest.mark.parametrize("found", ["number", "shape"])
-def test_what_a_graph_would_bake_in_is_refused(rig: Any, found: str) -> None:
-    given: list[Any] = [3]
-    region = (lambda x: (x + 1, given[0])) if found == "number" else (lambda x: x[: given[0]] + 1)
-    wrapper = rig.captured(rig.wrap(region, debug=True), ROW)
-    given[0] = 4
-    with pytest.raises(CaptureError, match=r"output \d of region is baked into the graph"):
-        rig.call(wrapper, ROW)
-
-
-def test_debug_does_not_keep_parameters_alive(rig: Any) -> None:
+def test_it_does_not_keep_parameters_alive(rig: Any) -> None:
     linear = torch.nn.Linear(8, 8)
-    wrapper = rig.wrap(lambda x, w: x @ w, debug=True, static_inputs=[1])
+    wrapper = rig.wrap(lambda x, w: x @ w, compare=True, static_inputs=[1])
     with torch.no_grad():
         rig.capture(wrapper, ROW, linear.weight)
     assert len(wrapper.captured()) == 1
     del linear
     assert wrapper.captured() == []
-
-
-def test_regions_inside_do_not_capture(rig: Any) -> None:
-    inner = rig.wrap(lambda x: x + 1, "PIECEWISE", name="inner")
-    outer = rig.captured(rig.wrap(lambda x: inner(x) * 2, debug=True, name="outer"), ROW)
-    assert torch.equal(rig.call(outer, ROW + 1), (ROW + 2) * 2)
-    assert set(rig.runtime.counts()) == {("outer", gp.CUDAGraphMode.FULL, gp.BatchDescriptor(8))}
 
 
 # -- views that outlive their validity
@@ -211,7 +161,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def views(rig: Any) -> Any:
-    return rig.captured(rig.wrap(lambda x: (x + 1, x.long() * 2), outputs="view", debug=True), ROW)
+    return rig.captured(rig.wrap(lambda x: (x + 1, x.long() * 2), outputs="view", compare=True), ROW)
 
 
 def test_a_view_alive_after_two_replays_is_reported(rig: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -242,17 +192,17 @@ def test_views_in_a_loop_are_fine(rig: Any, caplog: pytest.LogCaptureFixture) ->
 
 
 def test_clones_are_not_watched(rig: Any, caplog: pytest.LogCaptureFixture) -> None:
-    wrapper = rig.captured(rig.wrap(lambda x: x + 1, debug=True), ROW)
+    wrapper = rig.captured(rig.wrap(lambda x: x + 1, compare=True), ROW)
     kept = [rig.call(wrapper, ROW + i) for i in range(4)]
     assert not said(caplog)
     assert all(torch.equal(y, ROW + i + 1) for i, y in enumerate(kept))
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_the_auto_dispatcher_debugs(mode: str) -> None:
+def test_the_auto_dispatcher_compares(mode: str) -> None:
     """With the buffers, keys and padding of a graph."""
     fast = torch.compile(
-        lambda x: x * 2, backend="cgpass", options={"compiler": "eager", "mode": mode, "debug": True}, dynamic=True
+        lambda x: x * 2, backend="cgpass", options={"compiler": "eager", "mode": mode, "compare": True}, dynamic=True
     )
     with torch.no_grad():
         for size in (5, 6, 7, 5, 6, 7):
@@ -264,7 +214,5 @@ def test_the_auto_dispatcher_debugs(mode: str) -> None:
 
 
 def test_options_are_checked() -> None:
-    with pytest.raises(OptionError, match=r"option debug has no such value.*False or True"):
-        gp.capture.CapturePolicy(debug="yes")  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="option compare has no such value"):
+    with pytest.raises(OptionError, match=r"option compare has no such value.*False or True"):
         gp.capture.CapturePolicy(compare=2)  # type: ignore[arg-type]

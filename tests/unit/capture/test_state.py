@@ -366,12 +366,6 @@ def test_the_count_inside_a_graph_is_the_key_s(rig: Any) -> None:
         assert torch.equal(rig.call(wrapper, X, at_context={"num_tokens": real}), X + 1)
 
 
-def test_debug_reads_the_context_of_each_call(rig: Any) -> None:
-    wrapper = rig.wrap(region_reading(lambda m, x: x * m.max_len), debug=True)
-    rig.capture(wrapper, X, **at(Metadata(4, slots())))
-    assert torch.equal(rig.call(wrapper, X, **at(Metadata(6, slots()))), X * 6)
-
-
 def test_objects_that_take_no_subclass_are_passed_on(rig: Any) -> None:
     metadata = memoryview(b"\x04")
     wrapper = rig.captured(rig.wrap(region_reading(lambda m, x: x * m[0])), X, **at(metadata))

@@ -237,7 +237,7 @@ def test_data_of_another_layout_is_refused_where_a_graph_is_asked_for() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"debug": True}, {"compare": True}, {"mode": "PIECEWISE"}, {"mode": "FULL"}, {"lazy_capture": True}],
+    [{"compare": True}, {"mode": "PIECEWISE"}, {"mode": "FULL"}, {"lazy_capture": True}],
     ids=str,
 )
 def test_options(options: dict[str, Any]) -> None:

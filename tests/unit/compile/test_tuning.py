@@ -339,13 +339,6 @@ def test_fixed_sizes_are_one_range(bench: Bench, rt: gp.GraphRuntime) -> None:
     assert [found.sizes for found in tuned(rt)] == [""]
 
 
-def test_nothing_is_tuned_outside_of_captures_and_under_debug(bench: Bench, rt: gp.GraphRuntime) -> None:
-    graphed = captured(layer(), rt, debug=True)
-    with torch.no_grad(), gp.set_forward_context():
-        graphed(torch.randn(5, 4))
-    assert not bench.compiled
-
-
 def test_other_settings_than_those_of_the_compilation_are_not_tuned_under(bench: Bench, rt: gp.GraphRuntime) -> None:
     given = {"capture_sizes": [16], "dynamic_dims": {"x": 0}, "tune": "measure", "runtime": rt}
     graphed = gp.graphed(layer().eval(), **given)

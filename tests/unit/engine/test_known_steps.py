@@ -142,10 +142,3 @@ def test_other_metadata_is_compared_in_a_loop(monkeypatch: pytest.MonkeyPatch) -
     builder.sums, builder._by_key = builder.sums.clone(), {}
     with pytest.raises(StaticInputError, match="forward context"):
         steps.run(Batch(2, inputs={"x": rows(2)}, attention=[1, 3]))
-
-
-def test_steps_of_debug_run_in_a_context() -> None:
-    model = Rows()
-    manager = captured(model, debug=True)
-    for size in (3, 8, 3):
-        agree(model, manager, batch(size))

@@ -82,11 +82,6 @@ def test_compare_compares_every_step() -> None:
     assert replays(manager) == before + 8
 
 
-def test_debug_runs_the_same_steps_eagerly() -> None:
-    manager = captured(Rows().eval(), "FULL_AND_PIECEWISE", debug=True)
-    assert_right(manager, range(1, LARGEST + 1))
-
-
 def test_a_tensor_that_the_model_keeps_elsewhere_goes_through_dynamo() -> None:
     class Keeps(nn.Module):
         def __init__(self) -> None:
