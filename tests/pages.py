@@ -15,8 +15,6 @@ class Page(HTMLParser):
         self.tags: list[str] = []
         self.references: list[str] = []
         self.handlers: list[str] = []
-        self.ids: list[str] = []
-        self.contents: list[str] = []
         self.words: list[str] = []
         self.feed(text)
 
@@ -27,10 +25,6 @@ class Page(HTMLParser):
                 self.references.append(value or "")
             elif name.startswith("on"):
                 self.handlers.append(name)
-            elif name == "content":
-                self.contents.append(value or "")
-            elif name == "id":
-                self.ids.append(value or "")
 
     def handle_data(self, data: str) -> None:
         self.words.append(data)

@@ -98,7 +98,7 @@ class Report:
         raise KeyError(title)
 
     def to_html(self) -> str:
-        """One page that needs nothing else: no script and no network; light and dark, usable by keyboard."""
+        """One page that needs nothing else, no script and no network: the text with all rows, and pictures."""
         return html_page(f"graphpass: {self.figures.subject}", self._parts())
 
     def to_dict(self) -> dict[str, Any]:
@@ -253,17 +253,11 @@ def _padding(keys: Sequence[KeyUse]) -> float | None:
 
 
 def region_maps(callables: Iterable[CallableRecord]) -> Iterator[Strip]:
-    """The regions of each callable in program order; each refers to its row in :func:`regions_table`."""
+    """The regions of each callable in program order."""
     for record in callables:
-        row_of = {region.name: first.name for first, regions in _regions(record) for region in regions}
-        cells = []
-        for region in record.regions:
-            why = "; ".join(map(str, region.reasons))
-            about = f"{region.kind}, {region.num_ops} nodes" + (f": {why}" if why else "")
-            cells.append(Cell(region.name, region.kind, about, f"{record.name}.{row_of[region.name]}"))
-        if record.ends is not None:
-            cells.append(Cell("end", "end", str(record.ends), f"{record.name}.end"))
-        yield Strip(f"{record.name} in order", tuple(cells))
+        cells = [Cell(region.name, region.kind) for region in record.regions]
+        ends = [Cell("end", "end")] if record.ends is not None else []
+        yield Strip(f"{record.name} in order", (*cells, *ends))
 
 
 def regions_table(callables: Iterable[CallableRecord], *, with_reasons: bool = True) -> Table:

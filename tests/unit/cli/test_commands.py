@@ -133,7 +133,7 @@ def test_a_hostile_file_name_is_text(command: Command, tmp_path: Path) -> None:
     assert "<img src=x onerror=alert(1)>&[bold].json" in page.text
     assert {"img", "script"} & set(page.tags) == set()
     assert page.handlers == []
-    assert page.tags.count("svg") == 2
+    assert "█" in page.text
     assert command("plan", file, "--html", tmp_path / "no" / "folder.html").exit_code == 2
 
 
@@ -201,10 +201,10 @@ def test_four_causes_are_named_with_their_lines(command: Command, scalars_in_the
     for cause, line in (READ, ON_CPU, SPLIT, MEAN):
         (number,) = [number for number, text in enumerate(code, start=1) if text.strip() == line]
         assert cause in page.text
-        assert f"models.py:{number}: {line}" in page.text.replace("`", "")
+        assert f"models.py:{number}:" in page.text
         assert cause in finished.stdout
         assert f"models.py:{number}:" in finished.stdout  # the code after it may be folded
-    assert {reference.removeprefix("#") for reference in page.references if reference != "data:,"} <= set(page.ids)
+    assert page.references == []
 
 
 def test_json_of_explain_has_these_keys(command: Command) -> None:

@@ -1,8 +1,9 @@
-"""Pages of reports in a browser: hostile names are text, nothing is requested, and dark follows the system."""
+"""Pages of reports in a browser: hostile names are text, and nothing is requested."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -40,21 +41,16 @@ class Visit:
     dom: Page  #: the document after it was loaded
     console: list[str]  #: the lines of its console
     requests: set[str]  #: what the page asked the network for, without what the browser asks for itself
-    corner: tuple[int, ...]  #: the colour of the pixel in its upper left corner
 
 
-def visited(page: str, folder: Path, *, is_dark: bool) -> Visit:
-    from PIL import Image
-
+def visited(page: str, folder: Path) -> Visit:
     assert BROWSER is not None
-    file, log, picture = folder / "page.html", folder / "net.json", folder / "page.png"
+    file, log = folder / "page.html", folder / "net.json"
     file.write_text(page, encoding="utf-8")
     command = [
         *(BROWSER, *QUIET),
         f"--user-data-dir={folder / 'profile'}",
         f"--log-net-log={log}",
-        f"--blink-settings=preferredColorScheme={0 if is_dark else 1}",
-        f"--screenshot={picture}",
         "--dump-dom",
         file.as_uri(),
     ]
@@ -62,48 +58,36 @@ def visited(page: str, folder: Path, *, is_dark: bool) -> Visit:
     events = json.loads(log.read_text(encoding="utf-8"))["events"]
     urls = {str(event["params"]["url"]) for event in events if "url" in event.get("params", {})}
     hosts = {url: url.partition("://")[2].partition("/")[0] for url in urls if url.startswith("http")}
-    with Image.open(picture) as image:
-        corner = image.convert("RGB").getpixel((2, 2))
-    assert isinstance(corner, tuple)
     return Visit(
         Page(finished.stdout),
         [line for line in finished.stderr.splitlines() if "CONSOLE" in line],
         {url for url, host in hosts.items() if not host.endswith(OWN_HOSTS)},
-        corner,
     )
+
+
+def unfolded(text: str) -> str:
+    """Text without spaces and rules of tables: a name that is folded within a cell of one column is whole again."""
+    return re.sub(r"[\s│]", "", text)
 
 
 def test_hostile_names_are_text_on_a_page() -> None:
     page = Page(Report(hostile_figures()).to_html())
-    assert "script" not in page.tags
-    assert page.handlers == []
-    assert page.text.count(HOSTILE) >= 30
-    assert page.tags.count("table") == 10
-    links = [reference.removeprefix("#") for reference in page.references if reference != "data:,"]
-    assert len(links) == 4, "three regions and the end of the graph"
-    assert set(links) <= set(page.ids)
-
-
-def test_tables_can_be_scrolled_by_keyboard() -> None:
-    text = Report(hostile_figures()).to_html()
-    assert text.count('<div class="scroll" tabindex="0" role="region" aria-label=') == text.count("<table>")
-    assert ":focus-visible" in text
+    assert set(page.tags) == {"html", "head", "meta", "style", "body", "pre", "code", "span"}
+    assert page.handlers == page.references == []
+    assert unfolded(page.text).count(unfolded(HOSTILE)) >= 10
 
 
 @in_browser
-@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
-def test_a_page_in_a_browser(is_dark: bool, tmp_path: Path) -> None:
-    visit = visited(Report(hostile_figures()).to_html(), tmp_path, is_dark=is_dark)
-    assert visit.dom.tags.count("table") == 10
-    assert visit.dom.tags.count("svg") == 3
+def test_a_page_in_a_browser(tmp_path: Path) -> None:
+    visit = visited(Report(hostile_figures()).to_html(), tmp_path)
+    assert "script" not in visit.dom.tags
     assert visit.console == []
     assert visit.requests == set()
     assert visit.dom.handlers == []
-    assert (max(visit.corner) < 64) if is_dark else (min(visit.corner) > 192), visit.corner
 
 
 @in_browser
 def test_the_visit_sees_requests_and_errors(tmp_path: Path) -> None:
-    visit = visited(CONTROL, tmp_path, is_dark=False)
+    visit = visited(CONTROL, tmp_path)
     assert visit.requests == {"http://127.0.0.1:9/x.png"}
     assert len(visit.console) == 1
