@@ -24,8 +24,8 @@ from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.scope import CaptureScope, EnteredCallable, ReachedCall
 from graphpass.capture.settings import restoring
 from graphpass.capture.wrapper import CUDAGraphWrapper
-from graphpass.compat import dynamo, operators, saving, trees
-from graphpass.compile import CompiledRegion, RegionTrace, Tuner
+from graphpass.compat import dynamo, memory, operators, saving, trees
+from graphpass.compile import CompiledRegion, RegionTrace, Tuner, WaitingFunction
 from graphpass.context import ForwardContext, current_context, entered, without_context
 from graphpass.dispatch.recurring import RecurringKey
 from graphpass.errors import CaptureError, ContextError, MismatchError, ShapeError, StaticInputError
@@ -80,6 +80,8 @@ class GraphedCallable:
         self._modes = settings.runtime_modes()
         self._policy = settings.policy
         self._compiled = dict(graph.compiled)
+        functions = [region.function for region in graph.compiled.values()]
+        self._waiting = [function for function in functions if isinstance(function, WaitingFunction)]
         self._callees = wrapped_regions(name, partition, graph.compiled, runtime, settings.policy)
         self._stitched = partition.bind(self._callees)
         self.static = tuple(p for p, given in enumerate(partition.inputs) if given.is_static)
@@ -108,8 +110,8 @@ class GraphedCallable:
         self._knows_replays = is_full and not settings.policy.compare
         inner = [callee for callee in self._callees.values() if isinstance(callee, CUDAGraphWrapper)]
         wrappers = (self._full,) if is_full else tuple(inner)
-        device = device_of([given.value for given in partition.inputs])
-        self._auto = None if rules is None else AutoDispatcher(name, runtime, rules, settings, wrappers, device)
+        self._device = device_of([given.value for given in partition.inputs])
+        self._auto = None if rules is None else AutoDispatcher(name, runtime, rules, settings, wrappers, self._device)
         places = graph.sizes.places() if rules is None else ()
         self._seen = tuple((runtime.ledger.sizes[field], position, dim) for field, position, dim in places)
 
@@ -146,6 +148,8 @@ class GraphedCallable:
         self.runtime.given_up.entered[self.name] += 1
         if operators.transform_over(args) is not None:
             return self._transformed(context, args)
+        if self._waiting:
+            self._compile_waiting(context)
         if context is None or context.capture is not None or context.owner is not None:
             return self._without_user_context(context, args)
         scope = self.runtime.scopes.current()
@@ -177,6 +181,19 @@ class GraphedCallable:
         self._sizes.check(context.batch_descriptor, args)
         outputs, plan = self._as_a_whole(context, args, scope) if full else self._piecewise(context, args)
         return self._record_call(scope, context, args, outputs, plan)
+
+    def _compile_waiting(self, context: ForwardContext | None) -> None:
+        """Compile what has waited for a second call, or for a call that needs it now."""
+        is_first = self.runtime.given_up.entered[self.name] == 1
+        if is_first and context is None and self.runtime.scopes.current() is None:  # guard: compiled_when_needed
+            return
+        if memory.is_capturing_stream(self._device):  # guard: no_compilation_inside_a_capture
+            return
+        start_s = time.perf_counter()
+        with restoring((), (), self._device):
+            compiled = [function.compile() for function in self._waiting]
+        self._waiting = []
+        self.runtime.compiled_later(self.name, sum(compiled), time.perf_counter() - start_s)
 
     def _transformed(self, context: ForwardContext | None, args: tuple[Any, ...]) -> Any:
         """Run a call under ``vmap`` or forward-mode AD as it was traced: compiled kernels would drop the tangents."""

@@ -38,6 +38,7 @@ from graphpass.compile import (
     traced_regions,
 )
 from graphpass.compile.structure import StructuralKey, structure_of
+from graphpass.context import current_context
 from graphpass.errors import DeviceError, OptionError
 from graphpass.keys import CUDAGraphMode
 from graphpass.ledger import Reason
@@ -232,7 +233,13 @@ def _unbound(*_: Any) -> Any:
 def _compiled(
     name: str, parts: Partition, sizes: NamedSizes, trace: Any, runtime: GraphRuntime, settings: Settings
 ) -> CompiledRegions:
-    """Compile the captured regions, so that they can be saved where ``warm_start`` asks for it."""
+    """Compile the captured regions, so that they can be saved where ``warm_start`` asks for it.
+
+    A graph of constant sizes may serve one call only: the next size makes Dynamo trace a graph of symbolic sizes. So it
+    is compiled at its second call, unless something else than that call needs the artifact.
+    """
+    is_alone = current_context() is None and runtime.scopes.current() is None
+    keeps = settings.tune is not None or settings.warm_start is not None
     with _compiling(settings)():
         return runtime.owned(RegionCompiler).compile(
             [region for region in parts.regions if region.kind == "captured"],
@@ -240,6 +247,7 @@ def _compiled(
             sizes.compiled_apart(),
             trace=trace,
             tuning=_tuning(name, parts, runtime, settings),
+            waits=settings.dispatches_itself() and is_alone and not keeps,
         )
 
 

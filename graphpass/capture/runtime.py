@@ -366,6 +366,13 @@ class GraphRuntime:
                         "capturing, by a call in mode NONE whose dynamic sizes all differ",
                     )
 
+    def compiled_later(self, name: str, artifacts: int, seconds: float) -> None:
+        """Add the artifacts that waited for the second call of a callable to its record."""
+        for index, record in enumerate(self._callables):
+            if record.name == name:
+                spent = replace(record.seconds, compile=record.seconds.compile + seconds)
+                self._callables[index] = replace(record, artifacts=record.artifacts + artifacts, seconds=spent)
+
     def retraced(self, name: str) -> None:
         """Record that torch.compile traced the function of callable ``name`` again and got the same graph."""
         is_late = not self.scopes.is_mine() and any(

@@ -564,6 +564,23 @@ def compiler_settings() -> tuple[Any, ...]:
     )
 
 
+def compiler_configuration() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """What enters the configuration of AOTAutograd and Inductor that holds now, at any later time."""
+    from torch._functorch import config as aot_config
+    from torch._inductor import config as inductor_config
+
+    saved = [(config, config.get_config_copy()) for config in (aot_config, inductor_config)]
+
+    @contextlib.contextmanager
+    def configured() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for config, values in saved:
+                stack.enter_context(config.patch(values))
+            yield
+
+    return configured
+
+
 def settings_that_are_off(names: Iterable[str]) -> list[str]:
     """Of these settings of Inductor, dotted names, those that this torch has and that nothing has switched on."""
     from torch._inductor import config

@@ -1,7 +1,14 @@
 """Compiles each distinct region structure once: with Inductor, with AOTAutograd alone, or not at all."""
 
 from graphpass.compile.compilers import COMPILERS, GraphTrace, RegionPass, RegionTrace, compile_training, reading
-from graphpass.compile.once import CompiledRegion, CompiledRegions, RegionCompiler, SizeRanges, traced_regions
+from graphpass.compile.once import (
+    CompiledRegion,
+    CompiledRegions,
+    RegionCompiler,
+    SizeRanges,
+    WaitingFunction,
+    traced_regions,
+)
 from graphpass.compile.tuning import TunedRegion, Tuner, Tuning
 
 __all__ = [
@@ -16,6 +23,7 @@ __all__ = [
     "TunedRegion",
     "Tuner",
     "Tuning",
+    "WaitingFunction",
     "compile_training",
     "reading",
     "traced_regions",

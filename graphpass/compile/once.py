@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -111,6 +112,28 @@ def _reach(tensor: torch.Tensor) -> Any:
     return (sum((s - 1) * d for s, d in zip(tensor.shape, tensor.stride(), strict=True)) + 1) * tensor.element_size()
 
 
+class WaitingFunction:
+    """An artifact that waits for :meth:`compile`; until then the traced region runs."""
+
+    _lock = threading.RLock()  # Inductor compiles one graph at a time
+
+    def __init__(self, traced: Callable[..., Any], compiled: Callable[[], Callable[..., Any]]) -> None:
+        self._function = traced
+        self._compiled: Callable[[], Callable[..., Any]] | None = compiled
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the artifact, or the traced region."""
+        return self._function(*args)
+
+    def compile(self) -> bool:
+        """Compile it, unless another caller has; returns whether it did."""
+        with self._lock:
+            if self._compiled is None:
+                return False
+            self._function, self._compiled = self._compiled(), None
+            return True
+
+
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class CompiledRegion:
     """A region as a callable from flat arguments to a flat tuple. Structurally identical regions share it."""
@@ -163,8 +186,12 @@ class RegionCompiler:
         *,
         trace: TraceOf | None = None,
         tuning: Tuning | None = None,
+        waits: bool = False,
     ) -> CompiledRegions:
-        """Compile ``regions`` of one graph, structurally identical ones once; ``tuning`` None: they are not tuned."""
+        """Compile ``regions`` of one graph, structurally identical ones once; ``tuning`` None: they are not tuned.
+
+        ``waits``: what has no symbolic sizes, and so adds no guards, becomes a :class:`WaitingFunction`.
+        """
         chosen = compiler_named(compiler)
         start_s = time.perf_counter()
         # Compute all keys before the first compilation, see Note [Guards of a compilation].
@@ -182,8 +209,17 @@ class RegionCompiler:
             key = (structure.key, tuning is not None, decided, *wanted)
             artifact = self._known.get(key)
             if artifact is None or not _assume(structure, artifact):  # guard: artifact_guards
-                artifact = self._known[key] = _compiled(region, structure, facts, wanted, chosen, trace, tuning)
-                num_new += 1 + len(artifact.sized)
+                artifact = self._known[key] = _compiled(
+                    region,
+                    structure,
+                    facts,
+                    wanted,
+                    chosen,
+                    trace,
+                    tuning,
+                    waits=waits and not structure.symbols,  # guard: constant_sizes_wait
+                )
+                num_new += 0 if isinstance(artifact.function, WaitingFunction) else 1 + len(artifact.sized)
             if trace is not None:
                 if artifact.trace is None:
                     traced = _traced(region, structure, trace(region))
@@ -251,6 +287,8 @@ def _compiled(
     compiler: Compiler,
     trace: TraceOf | None,
     tuning: Tuning | None,
+    *,
+    waits: bool,
 ) -> CompiledRegion:
     """Compile one region. ``known`` are the facts when its key was computed; later facts become guards."""
     graph_module = region.graph_module
@@ -283,8 +321,17 @@ def _compiled(
 
     reader = trace(region) if trace is not None and compiler.functionalizes else None
     show = None if reader is None else TraceOnce(reader, graph_module)
-    with dynamo.floats_as_tensors(examples):
-        function = compiler.compile(own_copy(graph_module), examples, *([] if show is None else [show]))
+    if waits and show is None and compiler.opaque:
+        configured = dynamo.compiler_configuration()
+
+        def compiled() -> Callable[..., Any]:
+            with dynamo.tracing_with(symbolic.fake_mode_of(examples)), configured():  # guard: configured_as_traced
+                return compiler.compile(own_copy(graph_module), examples)
+
+        function: Callable[..., Any] = WaitingFunction(graph_module.forward, compiled)
+    else:
+        with dynamo.floats_as_tensors(examples):
+            function = compiler.compile(own_copy(graph_module), examples, *([] if show is None else [show]))
     added = [guard for guard in symbolic.facts_of(structure.shape_env) if guard not in known]
     position, sized = None, list[SizedArtifact | None]()
     if wanted:

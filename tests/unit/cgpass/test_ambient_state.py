@@ -41,13 +41,26 @@ def test_inductors_own_graphs_stay_off_whatever_the_user_set(training: bool) -> 
         seen.append((config.triton.cudagraphs, config.triton.cudagraph_trees))
         raise LookedAtError
 
-    compiled = torch.compile(plain(), backend="cgpass", mode="default")  # no preset of Inductor's
+    compiled = torch.compile(plain(), backend="cgpass", mode="default", dynamic=True)  # no preset of Inductor's
     users = {"triton.cudagraphs": True, "triton.cudagraph_trees": True, "post_grad_custom_post_pass": look}
     with config.patch(users), torch.set_grad_enabled(training):
         with pytest.raises(BackendCompilerFailed, match="LookedAtError"):
             compiled(torch.randn(4, 6))
         assert config.triton.cudagraphs, "what the user set is the user's again"
     assert seen == [(False, False)]
+
+
+def test_a_compilation_at_the_second_call_has_the_settings_of_the_trace() -> None:
+    import torch._inductor.config as config
+
+    seen: list[bool] = []
+    compiled = torch.compile(plain(), backend="cgpass")
+    with torch.no_grad():
+        with config.patch({"post_grad_custom_post_pass": lambda graph: seen.append(config.triton.cudagraphs)}):
+            compiled(torch.randn(4, 6))
+        assert seen == []
+        compiled(torch.randn(4, 6))
+    assert seen == [False]
 
 
 # -- autocast

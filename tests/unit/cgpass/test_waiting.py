@@ -1,0 +1,88 @@
+"""Graphs of constant sizes are compiled at their second call: the next size may make Dynamo trace symbolic sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphpass as gp
+from graphpass import GraphRuntime
+from graphpass.compat import memory
+from tests.unit.compiled import agrees
+from tests.unit.models import module
+
+
+def scaled(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.first(x).relu() * 3
+
+
+def model() -> nn.Module:
+    return module(scaled, first=nn.Linear(6, 12)).eval()
+
+
+def artifacts(rt: GraphRuntime) -> list[int]:
+    return [record.artifacts for record in rt.callables()]
+
+
+def test_a_size_that_comes_once_is_not_compiled(rt: GraphRuntime) -> None:
+    eager = model()
+    fast = torch.compile(eager, backend="cgpass", options={"runtime": rt, "dispatch": "auto"})
+    found = []
+    for size in (5, 7, 7, 9, 1, 5):
+        x = torch.randn(size, 6)
+        with torch.no_grad():
+            agrees(fast(x), eager(x))
+        found.append(artifacts(rt))
+    assert found == [[0], [0, 1], [0, 1], [0, 1], [0, 1, 0], [0, 1, 0]]
+
+
+def test_a_size_that_recurs_is_compiled_before_its_capture(rt: GraphRuntime) -> None:
+    eager = model()
+    fast = torch.compile(eager, backend="cgpass", options={"runtime": rt, "dispatch": "auto"})
+    found = []
+    for _ in range(4):
+        x = torch.randn(5, 6)
+        with torch.no_grad():
+            agrees(fast(x), eager(x))
+        found.append(artifacts(rt))
+    assert found == [[0], [1], [1], [1]]
+    assert rt.callables()[0].seconds.compile > 0
+    ((_, counts),) = rt.counts().items()
+    assert (counts.captured, counts.replayed) == (1, 3)
+
+
+def test_what_is_captured_ahead_is_compiled_at_once() -> None:
+    eager = model()
+    graphed, x = gp.graphed(eager), torch.randn(5, 6)
+    graphed.capture(x)
+    assert artifacts(graphed.runtime) == [1]
+    with torch.no_grad():
+        agrees(graphed(x), eager(x))
+    graphed.close()
+
+
+def test_what_waits_for_another_graph_is_compiled_for_a_capture(rt: GraphRuntime) -> None:
+    options = {"runtime": rt, "dispatch": "auto"}
+    first, second = (torch.compile(f, backend="cgpass", options=options) for f in (lambda x: x * 3, lambda y: y * 3))
+    x = torch.randn(5, 6)
+    with torch.no_grad():
+        first(x)
+        with rt.capturing():
+            second(x)
+        assert artifacts(rt) == [0, 1]
+        agrees(second(x), x * 3)
+
+
+def test_nothing_is_compiled_inside_a_capture_of_the_user(rt: GraphRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    eager, x = model(), torch.randn(5, 6)
+    fast = torch.compile(eager, backend="cgpass", options={"runtime": rt, "dispatch": "auto"})
+    found = []
+    for is_capturing in (False, True, False):
+        monkeypatch.setattr(memory, "is_capturing_stream", lambda device, now=is_capturing: now)
+        with torch.no_grad():
+            agrees(fast(x), eager(x))
+        found += artifacts(rt)
+    assert found == [0, 0, 1]
