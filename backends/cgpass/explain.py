@@ -17,7 +17,6 @@ from graphpass.capture.runtime import GraphRuntime
 from graphpass.compat import dynamo
 from graphpass.compile import RegionTrace
 from graphpass.keys import CUDAGraphMode
-from graphpass.ledger import Reason
 from graphpass.options import Settings
 from graphpass.regions.padding import PaddingProof
 from graphpass.regions.split import Partition
@@ -61,7 +60,7 @@ def region_records(parts: Partition, artifacts: Mapping[str, object]) -> tuple[R
             name=region.name,
             kind=region.kind,
             num_ops=len(region.graph_module.graph.nodes),
-            reasons=tuple(Reason(str(reason), reason.remedy, reason.where) for reason in region.reasons),
+            reasons=region.reasons,
             like=first_with.setdefault(id(artifacts.get(region.name, region)), region.name),
         )
         for region in parts.regions
@@ -136,7 +135,7 @@ def report_graph(
     name, num_captured = record.name, sum(region.kind == "captured" for region in record.regions)
     num_eager = len(record.regions) - num_captured
     _log.debug("%s compiled: %d regions for graphs, %d eager regions", name, num_captured, num_eager)
-    for region in record.regions:
+    for region in parts.regions:
         for reason in region.reasons:
             _log.debug("%s.%s is eager: %s", name, region.name, reason)
     dynamo.trace_text(f"graphpass_partition_{name}", parts.dump)
@@ -144,9 +143,9 @@ def report_graph(
         text = "ends at a graph break, and the code from there to the next graph runs in Python: graph break: "
         warn(f"{text}{record.ends}", record.ends.remedy, name)
     if CUDAGraphMode.PIECEWISE in settings.runtime_modes():
-        for part, region in zip(parts.regions, record.regions, strict=True):
-            for cut, reason in zip(part.reasons, region.reasons, strict=True):
-                if not cut.captures_whole and cut.remedy:  # eager although the user did not ask for it
+        for region in parts.regions:
+            for reason in region.reasons:
+                if not reason.captures_whole and reason.remedy:  # eager although the user did not ask for it
                     warn(f"runs eagerly between graphs: {reason}", reason.remedy, f"{name}.{region.name}")
     if auto is not None:
         rules, proof = auto

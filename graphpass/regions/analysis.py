@@ -19,6 +19,7 @@ from torch import fx
 from graphpass.compat import dynamo, nnmodules, operators, symbolic
 from graphpass.compat.nnmodules import where_of
 from graphpass.errors import DeviceError, PartitionError
+from graphpass.ledger import Reason
 from graphpass.regions.execute import (
     argument_storages,
     execute,
@@ -38,20 +39,29 @@ _CAPTURED_IN_A_WHOLE = frozenset({"splitting op", "nothing to capture", "reshape
 _NOT_PADDED = frozenset({"exchanged memory", "nested tensor"})
 
 
-@dataclass(frozen=True, slots=True)
-class SplitReason:
-    """Why a node runs eagerly."""
+class SplitReason(Reason):
+    """Why a node runs eagerly.
 
-    #: Short and stable: "splitting op", "unsafe tag", "host read", "control flow", "data-dependent shape",
-    #: "host scalar", "beyond an input", "beyond a region", "reshaped in place", "exchanged memory", "nested tensor",
-    #: "object with state", "cpu tensor", "second device", "mode pair", "nothing to capture", or a kind from a user's
-    #: rule.
-    kind: str
-    detail: str  #: one sentence that names the op or the node
-    where: str = ""  #: the line of the user's code, as ``model.py:12: x.item()``; empty if unknown
-    #: A change of the model after which the node can be captured; empty if another node causes it, or the user asked
-    #: for it.
-    remedy: str = ""
+    Args:
+        kind: short and stable: "splitting op", "unsafe tag", "host read", "control flow", "data-dependent shape",
+            "host scalar", "beyond an input", "beyond a region", "reshaped in place", "exchanged memory",
+            "nested tensor", "object with state", "cpu tensor", "second device", "mode pair", "nothing to capture", or
+            a kind from a user's rule.
+        detail: one sentence that names the op or the node.
+        where: the line of the user's code, as ``model.py:12: x.item()``; empty if unknown.
+        remedy: a change of the model after which the node can be captured; empty if another node causes it, or the user
+            asked for it.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, kind: str, detail: str, where: str = "", remedy: str = "") -> None:
+        Reason.__init__(self, f"{kind}: {detail}", remedy, where)
+
+    @property
+    def kind(self) -> str:
+        """The part of ``why`` before the colon."""
+        return self.why.partition(": ")[0]
 
     @property
     def captures_whole(self) -> bool:
@@ -63,8 +73,9 @@ class SplitReason:
         """Whether a caller sees memory of the node as it is: it could not be cut to the real sizes."""
         return self.kind in _NOT_PADDED
 
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.detail}"
+    def located(self, where: str) -> SplitReason:
+        """This reason, at ``where`` unless it has a line."""
+        return self if self.where else SplitReason(self.kind, self.why.partition(": ")[2], where, self.remedy)
 
 
 @dataclass(frozen=True, slots=True)

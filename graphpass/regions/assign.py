@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import sympy
@@ -64,7 +64,10 @@ def assign(gm: fx.GraphModule, rules: Sequence[SplitRule], facts: GraphFacts) ->
         runs = _runs(body, reasons)
     trivial = [kind == "captured" and all(_is_trivial(n, facts) for n in nodes) for kind, nodes in runs]
     runs = _fold_allocations(runs, trivial)
-    located = {node: tuple(_located(reason, node) for reason in found) for node, found in reasons.items()}
+    located = {
+        node: tuple(reason.located(where_of(node.meta.get("stack_trace"))) for reason in found)
+        for node, found in reasons.items()
+    }
     for (_, nodes), is_trivial in zip(runs, trivial, strict=True):
         if is_trivial and nodes:
             located.update(dict.fromkeys(nodes, ()))
@@ -76,10 +79,6 @@ def assign(gm: fx.GraphModule, rules: Sequence[SplitRule], facts: GraphFacts) ->
         )
         for kind, nodes in _runs(ordered, located)
     )
-
-
-def _located(reason: SplitReason, node: fx.Node) -> SplitReason:
-    return replace(reason, where=reason.where or where_of(node.meta.get("stack_trace")))
 
 
 def _listed(nodes: Iterable[fx.Node]) -> str:
@@ -275,7 +274,7 @@ class Region:
     @property
     def why(self) -> str | None:
         """The reasons as one line, for dumps and reports; None for captured regions."""
-        return "; ".join(dict.fromkeys(map(str, self.reasons))) if self.kind == "eager" else None
+        return "; ".join(dict.fromkeys(reason.why for reason in self.reasons)) if self.kind == "eager" else None
 
 
 def build_regions(gm: fx.GraphModule, groups: Sequence[NodeGroup], facts: GraphFacts) -> tuple[Region, ...]:

@@ -76,7 +76,7 @@ class Partition:
 
     def _first(self, applies: Callable[[SplitReason], bool]) -> Reason | None:
         found = ((region, reason) for region in self.regions for reason in region.reasons if applies(reason))
-        return next((Reason(f"{region.name}: {reason}", reason.remedy) for region, reason in found), None)
+        return next((Reason(f"{region.name}: {reason.why}", reason.remedy) for region, reason in found), None)
 
     def has_symbols(self) -> bool:
         """Whether some size or number among the inputs is symbolic."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,10 @@ def reasons(split: Partition) -> list[str | None]:
 
 
 def test_a_reason_reads_as_kind_and_detail() -> None:
-    assert str(SplitReason("host read", "Tensor.item")) == "host read: Tensor.item"
+    reason = SplitReason("host read", "Tensor.item")
+    assert (str(reason), reason.kind) == ("host read: Tensor.item", "host read")
+    assert str(reason.located("model.py:3: x.item()")) == "host read: Tensor.item at model.py:3: x.item()"
+    assert pickle.loads(pickle.dumps(reason)) == reason
 
 
 def test_an_unsafe_tag_is_a_reason(dynamo_split: Split) -> None:
