@@ -7,12 +7,13 @@ makes the event happen keeps its :class:`Row` and adds to the fields: counting l
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from graphpass.errors import CaptureError, GraphpassError
@@ -34,6 +35,41 @@ class Reason:
     def __str__(self) -> str:
         text = f"{self.why} ({named_sizes(self.sizes)})" if self.sizes else self.why
         return f"{text} at {self.where}" if self.where else text
+
+
+class Verdict(enum.StrEnum):
+    """Whether real entries depend on the padding of a size. See Note [Padding verdicts]."""
+
+    PROVED = "proved"
+    RUNTIME = "runtime"  #: the contents of a call decide
+    UNPROVED = "unproved"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaddingFinding(Reason):
+    """A way in which real entries depend on padding; ``why`` is the effect of an operator."""
+
+    field: str  #: the key field of the padding
+    op: str  #: the operator that makes real entries depend on it, ``aten.mean.dim``
+    target: str = ""  #: the output, written input or effect that depends on it; empty for values inside a graph
+    verdict: Verdict = Verdict.UNPROVED  #: PROVED if the graph is changed so that they do not depend on it
+
+    def reaching(self, target: str) -> PaddingFinding:
+        """This finding for ``target``."""
+        return replace(self, target=target)
+
+    @property
+    def through(self) -> str:
+        """The operator with its effect and its line."""
+        return f"{self.op} ({self.why})" + (f" at {self.where}" if self.where else "")
+
+    def __str__(self) -> str:
+        rows = f"row i of {self.target}" if self.target.startswith(("output", "written")) else self.target or "a value"
+        place, _, source = self.where.partition(": ")
+        line = f" at {place}: `{source}`" if source else f" at {place}" if place else ""
+        several = rows.endswith("numbers")
+        may = "may depend" if self.verdict is Verdict.RUNTIME else "depend" if several else "depends"
+        return f"{rows} {may} on padding of '{self.field}' through {self.op} ({self.why}){line}"
 
 
 def named_sizes(sizes: Iterable[tuple[str, int]]) -> str:

@@ -32,7 +32,7 @@ graphpass: AttentionMetadataBuilder AttentionSupport Batch BatchDescriptor CUDAG
     GraphRuntime GraphedModel GraphpassError InputSpec LoraKeys get_forward_context graphed
     is_forward_context_available partition plan_sizes precapture resolve_mode runtime_of set_forward_context
     zero_padding
-graphpass.capture: CallableRecord CapturePolicy CaptureScope CompileSeconds Counts PaddingCause ReachedCall
+graphpass.capture: CallableRecord CapturePolicy CaptureScope CompileSeconds Counts ReachedCall
     ReachedCallable RegionId RegionRecord RegionUse RuntimeStats SizeRecord
 graphpass.dispatch: SizePlan
 graphpass.encoder: EncoderAxis EncoderCudaGraphConfig EncoderGraphKey EncoderItemSpec EncoderStats ItemShares

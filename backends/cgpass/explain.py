@@ -17,11 +17,12 @@ from graphpass.capture.runtime import GraphRuntime
 from graphpass.compat import dynamo
 from graphpass.compile import RegionTrace
 from graphpass.keys import CUDAGraphMode
+from graphpass.ledger import PaddingFinding, Verdict
 from graphpass.options import Settings
 from graphpass.regions.padding import PaddingProof
 from graphpass.regions.split import Partition
 from graphpass.report import Report
-from graphpass.report.records import CallableRecord, PaddingCause, RegionRecord, SizeRecord
+from graphpass.report.records import CallableRecord, RegionRecord, SizeRecord
 
 _log = logging.getLogger("graphpass")
 
@@ -67,18 +68,19 @@ def region_records(parts: Partition, artifacts: Mapping[str, object]) -> tuple[R
     )
 
 
-def _made(traces: Mapping[str, RegionTrace], rules: AutoRules) -> dict[str, list[PaddingCause]]:
+def _made(traces: Mapping[str, RegionTrace], rules: AutoRules) -> dict[str, list[PaddingFinding]]:
     """Key field -> what the regions do with its padding."""
     names = {size.symbol: size.name for size in rules.sizes.sizes if size.is_padded}
-    found: dict[str, list[PaddingCause]] = {}
+    found: dict[str, list[PaddingFinding]] = {}
     for trace in traces.values():
         own = dict(trace.symbols)
         for inserted in getattr(trace.result, "insertions", ()):
             sizes = [value_at(_renamed(size, own), rules.sizes.hints) for size in inserted.sizes]
             num_bytes = math.prod(sizes) * inserted.itemsize
-            cause = PaddingCause("", inserted.op, f"{inserted.what}, {num_bytes} bytes", inserted.where, "made")
-            for field in {names[one] for one in symbols_in([_renamed(inserted.size, own)]) if one in names}:
-                found.setdefault(field, []).append(cause)
+            why, fields = f"{inserted.what}, {num_bytes} bytes", symbols_in([_renamed(inserted.size, own)])
+            for field in {names[one] for one in fields if one in names}:
+                made = PaddingFinding(why, "", inserted.where, field=field, op=inserted.op, verdict=Verdict.PROVED)
+                found.setdefault(field, []).append(made)
     return found
 
 
@@ -88,14 +90,13 @@ def _renamed(size: Expression, own: Mapping[Any, sympy.Symbol]) -> Expression:
 
 def size_records(rules: AutoRules, proof: PaddingProof, traces: Mapping[str, RegionTrace]) -> tuple[SizeRecord, ...]:
     """The sizes that distinguish the calls of a graph, in the order of its symbols, with their proofs."""
-    remedies = {field: remedy for field, _, remedy in rules.unproved}
     ranges = rules.sizes.guards.ranges
     made = _made(traces, rules)
 
     def verdict(field: str) -> str | None:
         if field not in proof.verdicts:
             return None
-        return "made" if field in made else proof.verdicts[field].name.lower()
+        return "made" if field in made else str(proof.verdicts[field])
 
     return tuple(
         SizeRecord(
@@ -106,15 +107,9 @@ def size_records(rules: AutoRules, proof: PaddingProof, traces: Mapping[str, Reg
             greatest=ranges.get(size.symbol, (None, None))[1],
             is_padded=size.is_padded,
             verdict=verdict(size.name),
-            causes=(
-                *(
-                    PaddingCause(found.target, found.op, found.why, found.where, found.verdict.name.lower())
-                    for found in proof.findings
-                    if found.field == size.name
-                ),
-                *made.get(size.name, ()),
-            ),
-            remedy=remedies.get(size.name, ""),
+            causes=tuple(found for found in proof.findings if found.field == size.name),
+            made=tuple(made.get(size.name, ())),
+            remedy=rules.unproved[size.name].remedy if size.name in rules.unproved else "",
         )
         for size in rules.sizes.sizes
     )
@@ -149,8 +144,8 @@ def report_graph(
                     warn(f"runs eagerly between graphs: {reason}", reason.remedy, f"{name}.{region.name}")
     if auto is not None:
         rules, proof = auto
-        for _, problem, remedy in rules.unproved:
-            warn(problem, remedy, name)
+        for problem in rules.unproved.values():
+            warn(problem.why, problem.remedy, name)
         dynamo.trace_json(f"graphpass_padding_{name}", lambda: _padding(proof))
         dynamo.trace_json(f"graphpass_keys_{name}", lambda: _keys(rules))
 

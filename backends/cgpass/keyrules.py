@@ -15,7 +15,7 @@ from graphpass.compile import RegionTrace
 from graphpass.dispatch.recurring import RecurringKeys
 from graphpass.errors import CaptureError
 from graphpass.keys import CUDAGraphMode
-from graphpass.ledger import Reason
+from graphpass.ledger import Reason, Verdict
 from graphpass.options import Settings
 from graphpass.paddedinputs import PadRule
 from graphpass.regions.padding import (
@@ -23,7 +23,7 @@ from graphpass.regions.padding import (
     DECLARE_MASK,
     HIDE_PADDING,
     PaddingProof,
-    Verdict,
+    is_by_contents,
     prove_partition,
 )
 from graphpass.regions.split import Partition
@@ -52,7 +52,7 @@ class AutoRules:
     reads_padding: bool  #: whether an op of the graph reads the mask of padded rows
     off: Reason | None  #: why no call is captured; None if calls are captured
     #: (key field, text, remedy) of each size that is not padded, or padded without proof and check
-    unproved: tuple[tuple[str, str, str], ...]
+    unproved: Mapping[str, Reason]
 
 
 def dispatched(
@@ -97,7 +97,7 @@ def dispatched(
         check_contents="real" if proof.needs_real_contents else "random",  # guard: padding_index_of_floats
         reads_padding=_calls(parts, "zero_padding"),
         off=off,
-        unproved=tuple((field, *problem) for field, problem in problems.items()),
+        unproved=problems,
     )
     return rules, proof
 
@@ -167,17 +167,17 @@ class _Verdict:
     size: Size
     is_padded: bool
     contents_decide: bool = False  #: whether the padding is safe for the contents of some calls only
-    why: str = ""  #: what stands against padding; empty if it is proved or checked
-    remedy: str = ""
+    against: Reason | None = None  #: what stands against padding; None if it is proved or checked
 
     @property
-    def problem(self) -> tuple[str, str] | None:
-        """(text, remedy) for the report; None if the size is padded, and proved or checked."""
-        if not self.why:
+    def problem(self) -> Reason | None:
+        """For the report; None if the size is padded, and proved or checked."""
+        if self.against is None:
             return None
+        name, why = self.size.name, self.against.why
         if self.is_padded:
-            return f"{self.size.name} is padded without a check: {self.why}", "set padding_check='declared'"
-        return f"{self.size.name} is not padded, its sizes are captured unpadded: {self.why}", self.remedy
+            return Reason(f"{name} is padded without a check: {why}", "set padding_check='declared'")
+        return Reason(f"{name} is not padded, its sizes are captured unpadded: {why}", self.against.remedy)
 
 
 def _verdicts(
@@ -189,38 +189,38 @@ def _verdicts(
     for size in sizes.sizes:
         if not size.is_of_calls:
             continue
-        verdict, (why, remedy) = proof.verdicts[size.name], _obstacle(size, parts, proof)
+        verdict, obstacle = proof.verdicts[size.name], _obstacle(size, parts, proof)
         if not settings.pads:
             yield _Verdict(size, is_padded=False)
         elif never is not None:
-            yield _Verdict(size, is_padded=False, why=str(never), remedy=never.remedy or _EXACT)
+            yield _Verdict(size, is_padded=False, against=replace(never, remedy=never.remedy or _EXACT))
         elif size.name in uncut:  # guard: sizes_from_data
             why = f"the size of output {uncut[size.name]} depends on it and on data, so it cannot be cut"
-            yield _Verdict(size, is_padded=False, why=why, remedy=remedy)
+            yield _Verdict(size, is_padded=False, against=replace(obstacle, why=why))
         elif verdict is Verdict.PROVED:
             yield _Verdict(size, is_padded=True)
         elif size.is_declared and (verdict is Verdict.RUNTIME or settings.padding_check in ("declared", "off")):
-            unchecked = why if settings.padding_check == "off" else ""
-            yield _Verdict(size, is_padded=True, contents_decide=True, why=unchecked)
+            unchecked = obstacle if settings.padding_check == "off" else None
+            yield _Verdict(size, is_padded=True, contents_decide=True, against=unchecked)
         else:
-            yield _Verdict(size, is_padded=False, why=why, remedy=remedy)
+            yield _Verdict(size, is_padded=False, against=obstacle)
 
 
-def _obstacle(size: Size, parts: Partition, proof: PaddingProof) -> tuple[str, str]:
+def _obstacle(size: Size, parts: Partition, proof: PaddingProof) -> Reason:
     """Why no proof covers a size, and the remedy."""
     findings = [finding for finding in proof.findings if finding.field == size.name]
     findings.sort(key=lambda finding: finding.verdict is Verdict.RUNTIME or finding.remedy == CHECK_IF_DECLARED)
     if not findings:
-        return "no proof covers it", _EXACT
+        return Reason("no proof covers it", _EXACT)
     remedy = findings[0].remedy or _EXACT
-    data_decides, by_option = all(finding.is_by_contents for finding in findings), remedy == CHECK_IF_DECLARED
+    data_decides, by_option = all(is_by_contents(finding) for finding in findings), remedy == CHECK_IF_DECLARED
     if data_decides and any(finding.remedy == HIDE_PADDING for finding in findings):
-        return str(findings[0]), HIDE_PADDING.replace(DECLARE_MASK, _under_mask(size, parts))
+        return Reason(str(findings[0]), HIDE_PADDING.replace(DECLARE_MASK, _under_mask(size, parts)))
     if (data_decides or by_option) and not size.is_declared:
         remedy = f"declare the dimension ({_declaration(size.name, parts)})" + f" and {remedy}" * by_option
     if by_option or (data_decides and not size.is_declared):
         remedy += ": it is then padded, and checked"
-    return str(findings[0]), remedy.replace(DECLARE_MASK, _under_mask(size, parts))
+    return Reason(str(findings[0]), remedy.replace(DECLARE_MASK, _under_mask(size, parts)))
 
 
 def _under_mask(size: Size, parts: Partition) -> str:
@@ -246,9 +246,10 @@ def _declaration(field: str, parts: Partition) -> str:
 def _refuse_unpadded(name: str, verdicts: Sequence[_Verdict]) -> None:
     for verdict in verdicts:
         if verdict.size.is_declared and not verdict.is_padded:
+            against = verdict.against or Reason("")
             raise CaptureError(
                 f"{name}: {verdict.size.name} cannot be padded",
                 expected="a graph whose real entries do not depend on padding",
-                found=verdict.why,
-                remedy=f"{verdict.remedy}, or set padding_check='prove' to capture exact sizes",
+                found=against.why,
+                remedy=f"{against.remedy}, or set padding_check='prove' to capture exact sizes",
             )

@@ -9,7 +9,7 @@ from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
-from graphpass.ledger import CountedReason, Ledger, Reason
+from graphpass.ledger import CountedReason, Ledger, PaddingFinding, Reason
 from graphpass.report.records import (
     LOADED,
     TUNED,
@@ -294,11 +294,11 @@ def _key_uses(
 def graph_figures(record: CallableRecord) -> Figures:
     """One callable as dicts, lists, strings, numbers, booleans and None."""
     sizes = list(map(asdict, record.sizes))
-    for size in sizes:
-        causes = list(size.pop("causes"))
-        size["padded"] = size.pop("is_padded")
-        size["not_proved"] = [cause for cause in causes if cause["verdict"] != "made"]
-        size["made"] = [cause for cause in causes if cause["verdict"] == "made"]
+    for size, figures in zip(record.sizes, sizes, strict=True):
+        del figures["causes"]
+        figures["padded"] = figures.pop("is_padded")
+        figures["not_proved"] = [_cause(cause, cause.verdict) for cause in size.causes]
+        figures["made"] = [_cause(cause, "made") for cause in size.made]
     return {
         "name": record.name,
         "mode": None if record.mode is None else str(record.mode),
@@ -318,6 +318,11 @@ def graph_figures(record: CallableRecord) -> Figures:
         "assumptions": list(record.assumptions),
         "compile_s": asdict(record.seconds),
     }
+
+
+def _cause(cause: PaddingFinding, verdict: str) -> Figures:
+    names = ("target", "op", "why", "where")
+    return {**{name: getattr(cause, name) for name in names}, "verdict": str(verdict)}
 
 
 def _reason(reason: Reason | None) -> Figures | None:

@@ -103,7 +103,7 @@ def _unpadded(callables: Sequence[CallableRecord]) -> Iterator[Problem]:
     for record in callables:
         for size in record.sizes:
             if size.remedy:
-                cause = next((one for one in size.causes if one.verdict != "made"), None)
+                cause = next(iter(size.causes), None)
                 why = "no proof covers it" if cause is None else f"{cause.op} ({cause.why})"
                 effect = "padded without a check" if size.is_padded else "not padded, each of its sizes is captured"
                 where = "" if cause is None else cause.where

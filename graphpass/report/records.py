@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass, field
 
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
-from graphpass.ledger import Reason
+from graphpass.ledger import PaddingFinding, Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,23 +36,6 @@ class RegionRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class PaddingCause:
-    """A way in which real entries depend on the padding of a size, or what the graph does so that they do not."""
-
-    target: str  #: the output, written input or effect that depends on it: ``output 0``; empty inside a graph
-    op: str  #: the operator that makes it depend, or would, ``aten.mean.dim``
-    why: str  #: the operator's effect; or what was made of its operands, with the bytes of the traced call
-    where: str = ""  #: the line of the user's code, as ``model.py:12: x.mean(1)``; empty if unknown
-    #: ``runtime`` if the contents of a call decide, ``made`` if its padding is made neutral, else ``unproved``
-    verdict: str = "unproved"
-
-    @property
-    def through(self) -> str:
-        """The operator with its effect and its line."""
-        return f"{self.op} ({self.why})" + (f" at {self.where}" if self.where else "")
-
-
-@dataclass(frozen=True, slots=True)
 class SizeRecord:
     """One size that distinguishes the calls of a callable."""
 
@@ -65,8 +48,9 @@ class SizeRecord:
     #: ``proved``: padded as it is; ``made``: padded after changes to the graph; ``runtime`` or ``unproved``; None if no
     #: candidate, as of a parameter
     verdict: str | None = None
-    causes: tuple[PaddingCause, ...] = ()  #: why it is not proved, or what was made
+    causes: tuple[PaddingFinding, ...] = ()  #: why it is not proved
     remedy: str = ""  #: what makes it padded, or padded with a check; empty if there is nothing to do
+    made: tuple[PaddingFinding, ...] = ()  #: what the graph does to its padding, with the bytes of the traced call
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,7 +158,7 @@ def alike(callables: Iterable[CallableRecord]) -> list[list[CallableRecord]]:
     groups: dict[Hashable, list[CallableRecord]] = {}
     for record in callables:
         regions = tuple((r.kind, r.num_ops, r.reasons, r.like) for r in record.regions)
-        sizes = tuple((s.field, s.is_padded, s.verdict, s.causes) for s in record.sizes)
+        sizes = tuple((s.field, s.is_padded, s.verdict, s.causes, s.made) for s in record.sizes)
         groups.setdefault((record.mode, record.off, record.ends, regions, sizes), []).append(record)
     return list(groups.values())
 
@@ -314,18 +314,16 @@ def proof_tables(callables: Sequence[CallableRecord]) -> tuple[Table, ...]:
     """The sizes that distinguish calls, the ops that show padding, what is made of it, and what the proof assumes."""
     symbols: dict[tuple[str, ...], list[str]] = {}
     reached: dict[tuple[str, str, str], dict[str, None]] = {}
-    made: dict[tuple[str, str, str], int] = {}
+    made: Counter[tuple[str, str, str]] = Counter()
     for record in callables:
         for size in record.sizes:
             bounds = f"{_bound(size.least)} to {_bound(size.greatest)}"
             is_padded = "yes" if size.is_padded else "no, captured exactly"
             row = (record.name, size.field, str(size.traced), bounds, size.verdict or "no candidate", is_padded)
             symbols.setdefault(row, []).append(size.symbol)
+            for one in size.made:
+                made[record.name, size.field, one.through] += 1
             for cause in size.causes:
-                if cause.verdict == "made":
-                    at = (record.name, size.field, cause.through)
-                    made[at] = made.get(at, 0) + 1
-                    continue
                 reached.setdefault((record.name, size.field, cause.through), {})[cause.target or "a value"] = None
     sizes = tuple((graph, size, listed(names), *rest) for (graph, size, *rest), names in symbols.items())
     not_proved = tuple((*row, ", ".join(targets)) for row, targets in reached.items())

@@ -48,6 +48,7 @@ Files, each above those that it uses: ``lowering`` (writes repairs into a graph)
 ``indexing``, ``attending``, ``combining`` and ``pointwise``, ``calls`` (what a rule sees), ``sizes`` and ``values``.
 """
 
+from graphpass.ledger import PaddingFinding, Verdict
 from graphpass.regions.padding.calls import (
     CHECK_IF_DECLARED,
     DECLARE_MASK,
@@ -64,7 +65,7 @@ from graphpass.regions.padding.program import AtenGraph, Insertion
 from graphpass.regions.padding.proof import PaddingProof, mixing_of, padding_of, prove_partition
 from graphpass.regions.padding.sizes import Question, Sizes
 from graphpass.regions.padding.table import ignores_numbers, register_padding_rule
-from graphpass.regions.padding.values import PaddedValue, PaddingFinding, Verdict
+from graphpass.regions.padding.values import PaddedValue, is_by_contents
 
 __all__ = [
     "CHECK_IF_DECLARED",
@@ -87,6 +88,7 @@ __all__ = [
     "ignores_numbers",
     "input_values",
     "interpret",
+    "is_by_contents",
     "made",
     "mixing_of",
     "padding_of",

@@ -8,17 +8,16 @@ from typing import Any, TypeAlias
 
 import sympy
 
+from graphpass.ledger import PaddingFinding, Verdict
 from graphpass.regions.padding.sizes import Question, Sizes
 from graphpass.regions.padding.values import (
     Factors,
     Pad,
     PaddedValue,
-    PaddingFinding,
     Place,
     ResultShape,
     Size,
     TensorShape,
-    Verdict,
     blurred,
     is_finite,
     shown,
@@ -246,7 +245,7 @@ class OpCall:
             field for size in self.sizes_at_hand() for field in self.sizes.fields_of(size)
         }
         return frozenset(
-            PaddingFinding(field, self.op, reason.why, self.where, "", reason.verdict, reason.remedy)
+            PaddingFinding(reason.why, reason.remedy, self.where, field=field, op=self.op, verdict=reason.verdict)
             for field in fields or self.sizes.fields.values()
         )
 

@@ -9,13 +9,13 @@ import sympy
 from torch import fx
 
 from graphpass.compat import operators
+from graphpass.ledger import PaddingFinding, Verdict
 from graphpass.regions.padding.interpreter import Interpretation, Walk
 from graphpass.regions.padding.making import Made, Making
 from graphpass.regions.padding.program import AtenGraph
 from graphpass.regions.padding.proof import InputsOf, PaddingProof, decided, findings_of_results
 from graphpass.regions.padding.repairs import REPAIRS
 from graphpass.regions.padding.sizes import Sizes
-from graphpass.regions.padding.values import PaddingFinding, Verdict
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import sympy
 import torch
 
+from graphpass.ledger import PaddingFinding, Verdict
 from graphpass.regions.padding.calls import (
     CHECK_IF_DECLARED,
     HIDE_PADDING,
@@ -30,11 +31,9 @@ from graphpass.regions.padding.values import (
     COUNT_FROM_START,
     Factors,
     PaddedValue,
-    PaddingFinding,
     Place,
     Sign,
     Size,
-    Verdict,
     is_number,
     is_zero,
 )

@@ -10,6 +10,7 @@ import sympy
 import torch
 
 from graphpass.compat import operators, symbolic
+from graphpass.ledger import PaddingFinding
 from graphpass.regions.padding.attending import infinities_of
 from graphpass.regions.padding.calls import (
     CHECK_IF_DECLARED,
@@ -26,7 +27,6 @@ from graphpass.regions.padding.sizes import Sizes, as_size, product, quotient
 from graphpass.regions.padding.table import applied, is_registered, rule_for
 from graphpass.regions.padding.values import (
     PaddedValue,
-    PaddingFinding,
     Place,
     Sign,
     Size,

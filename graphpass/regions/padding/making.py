@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import sympy
 import torch
 
+from graphpass.ledger import PaddingFinding
 from graphpass.regions.padding.calls import OpCall, tensors_of
 from graphpass.regions.padding.indexing import ArgumentPath
 from graphpass.regions.padding.interpreter import Walk
@@ -25,7 +26,6 @@ from graphpass.regions.padding.values import (
     ALL_FINITE,
     LOW_SCORES,
     PaddedValue,
-    PaddingFinding,
     Place,
     Size,
     TensorShape,

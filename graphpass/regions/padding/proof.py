@@ -18,13 +18,14 @@ from torch import fx
 
 from graphpass.compat import symbolic
 from graphpass.compat.nnmodules import where_of
+from graphpass.ledger import PaddingFinding, Verdict
 from graphpass.regions.assign import Region
 from graphpass.regions.execute import storages_of, value_of
 from graphpass.regions.names import display_name
 from graphpass.regions.padding.interpreter import Interpretation, input_values, interpret
 from graphpass.regions.padding.program import AtenGraph
 from graphpass.regions.padding.sizes import Question, Sizes, as_size
-from graphpass.regions.padding.values import PaddedValue, PaddingFinding, Sign, Size, TensorShape, Verdict
+from graphpass.regions.padding.values import PaddedValue, Sign, Size, TensorShape, is_by_contents
 from graphpass.regions.split import Partition
 
 InputsOf: TypeAlias = Callable[[Sizes], Sequence["PaddedValue | Size | None"]]
@@ -119,7 +120,7 @@ def _padding_inside(output: PaddedValue, sizes: Sizes, target: str) -> list[Padd
 
 def _cut_wrongly(sizes: Sizes, at_fault: Sequence[Size], why: str, target: str) -> list[PaddingFinding]:
     fields = {field: None for size in at_fault for field in sizes.fields_of(size)}
-    return [PaddingFinding(field, "result", why, target=target) for field in fields]
+    return [PaddingFinding(why, field=field, op="result", target=target) for field in fields]
 
 
 Attempt = Callable[[Mapping[sympy.Symbol, str]], tuple[Interpretation, tuple[PaddingFinding, ...]]]
@@ -217,7 +218,7 @@ def mixing_of(
     # Uses of the size as a number mix no entries, but depend on the number of entries.
     counted = (finding for finding in run.with_findings(Sizes(symbols))[1] if finding.target != _RANDOM)
     # guard: manager_mixing_counts
-    findings = [*_mixed(run, independence), *(finding for finding in counted if not finding.is_by_contents)]
+    findings = [*_mixed(run, independence), *(finding for finding in counted if not is_by_contents(finding))]
     first: dict[tuple[str, str], PaddingFinding] = {}
     for finding in findings:
         first.setdefault((finding.op, finding.where), finding)
@@ -235,12 +236,12 @@ def _mixed(run: _PartitionRun, sizes: Sizes) -> list[PaddingFinding]:
             continue
         places = sizes.places(value)
         by_data = not places and not target.startswith("written")
-        findings += [f.reaching(target) for f in value.findings if not (by_data and f.is_by_contents)]
+        findings += [f.reaching(target) for f in value.findings if not (by_data and is_by_contents(f))]
         findings += [f.reaching(target) for f in value.by_position]  # guard: manager_mixing_positions
         if len(places) > 1:
             why = f"its entries stand along {[value.factors[dim][at] for dim, at in places]}"
             fields = dict.fromkeys(sizes.fields.values())
-            findings += [PaddingFinding(field, "result", why, target=target) for field in fields]
+            findings += [PaddingFinding(why, field=field, op="result", target=target) for field in fields]
     return sorted(set(findings), key=str)
 
 
@@ -351,8 +352,8 @@ class _PartitionRun:
             value = values.get(name)
             if isinstance(value, PaddedValue):
                 fields = {field for one in (value, *written) for field in _fields_of(one, sizes)}
-                why = "it writes to memory that other values share"
-                findings |= {PaddingFinding(f, _ops_of(region), why, _place_of(region)) for f in sorted(fields)}
+                why, ops, place = "it writes to memory that other values share", _ops_of(region), _place_of(region)
+                findings |= {PaddingFinding(why, where=place, field=f, op=ops) for f in sorted(fields)}
                 values[name] = _unknown(value, findings)
 
 
@@ -378,7 +379,8 @@ def _opaque(region: Region, inputs: Sequence[Abstract], problem: str, sizes: Siz
     fresh = input_values([_shape_of(value_of(node)) for node in results], sizes)
     fields = {name for value in (*inputs, *fresh) for name in _fields_of(value, sizes)}
     findings = {f for value in inputs if isinstance(value, PaddedValue) for f in value.findings | value.by_position}
-    findings |= {PaddingFinding(name, _ops_of(region), problem, _place_of(region)) for name in sorted(fields)}
+    ops, place = _ops_of(region), _place_of(region)
+    findings |= {PaddingFinding(problem, where=place, field=name, op=ops) for name in sorted(fields)}
     outputs = tuple(v.with_findings(findings) if isinstance(v, PaddedValue) else v for v in fresh)
     written = {
         position: _unknown(value, findings)

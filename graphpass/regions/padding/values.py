@@ -14,6 +14,7 @@ import sympy
 import torch
 
 from graphpass.compat import operators
+from graphpass.ledger import PaddingFinding, Verdict
 
 Size: TypeAlias = int | sympy.Expr
 """A size: an int, or a sympy expression over the symbols of the graph."""
@@ -34,14 +35,6 @@ COUNT_FROM_START = (
 
 
 _LARGEST_SQUARED = math.sqrt(torch.finfo(torch.float32).max)
-
-
-class Verdict(enum.Enum):
-    """Whether real entries depend on the padding of a size. See Note [Padding verdicts]."""
-
-    PROVED = "proved"
-    RUNTIME = "decided by contents at run time"
-    UNPROVED = "not proved"
 
 
 class Approximate(enum.Enum):
@@ -78,34 +71,9 @@ Pad: TypeAlias = bool | int | float | Approximate | Filled
 """What entries in padding hold, a number or a kind of numbers. NaN is NOT_FINITE. See Note [Numbers in padding]."""
 
 
-@dataclass(frozen=True, slots=True)
-class PaddingFinding:
-    """A way in which real entries depend on padding."""
-
-    field: str  #: the key field of the padding
-    op: str  #: the operator that makes real entries depend on it, ``aten.mean.dim``
-    why: str  #: the operator's effect, for the report
-    where: str = ""  #: the line of the user's code and its text; empty if unknown
-    target: str = ""  #: the output, written input or effect that depends on it; empty for values inside a graph
-    verdict: Verdict = Verdict.UNPROVED  #: RUNTIME if the contents of a call decide, else UNPROVED
-    remedy: str = ""  #: a change of the model after which the size can be padded; empty if there is none
-
-    @property
-    def is_by_contents(self) -> bool:
-        """Whether only the contents of a call decide, be it by an index or by its sign."""
-        return self.verdict is Verdict.RUNTIME or self.remedy == COUNT_FROM_START
-
-    def reaching(self, target: str) -> PaddingFinding:
-        """This finding for ``target``."""
-        return replace(self, target=target)
-
-    def __str__(self) -> str:
-        rows = f"row i of {self.target}" if self.target.startswith(("output", "written")) else self.target or "a value"
-        place, _, source = self.where.partition(": ")
-        line = f" at {place}: `{source}`" if source else f" at {place}" if place else ""
-        several = rows.endswith("numbers")
-        may = "may depend" if self.verdict is Verdict.RUNTIME else "depend" if several else "depends"
-        return f"{rows} {may} on padding of '{self.field}' through {self.op} ({self.why}){line}"
+def is_by_contents(finding: PaddingFinding) -> bool:
+    """Whether only the contents of a call decide, be it by an index or by its sign."""
+    return finding.verdict is Verdict.RUNTIME or finding.remedy == COUNT_FROM_START
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from graphpass import CUDAGraphWrapper, GraphRuntime
-from graphpass.capture import CallableRecord, Counts, PaddingCause, RegionRecord, SizeRecord
+from graphpass.capture import CallableRecord, Counts, RegionRecord, SizeRecord
 from graphpass.context import set_forward_context
 from graphpass.errors import CaptureError, DeviceError, OptionError, PoolBusyError
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
-from graphpass.ledger import Reason
+from graphpass.ledger import PaddingFinding, Reason
 
 X = torch.arange(8.0)
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
@@ -374,7 +374,9 @@ def test_the_report_has_regions_keys_notes_and_sizes(rig: Any) -> None:
 
 
 def test_the_report_says_what_may_be_padded(rig: Any) -> None:
-    cause = PaddingCause("output 0", "aten.mean.dim", "mean over it", "model.py:3: x.mean(1)")
+    cause = PaddingFinding(
+        "mean over it", "", "model.py:3: x.mean(1)", field="seq", op="aten.mean.dim", target="output 0"
+    )
     sizes = (
         SizeRecord("batch", "s0", 4, 2, None, is_padded=True, verdict="proved"),
         SizeRecord("seq", "s1", 6, 2, 64, is_padded=False, verdict="unproved", causes=(cause,), remedy="mask it"),

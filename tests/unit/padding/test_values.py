@@ -269,16 +269,18 @@ def test_values_are_hashable_and_canonical() -> None:
     assert value.pad_at((1, 0)) is False
     assert value.pad_at((0, 0)) is None
     assert PaddedValue(((b,),), constant=3).pad_at((0, 0)) == 3
-    finding = PaddingFinding("seq", "aten.mean.dim", "mean over the padded dimension 1", "model.py:3: x.mean(1)")
+    finding = PaddingFinding("mean over the padded dimension 1", field="seq", op="aten.mean.dim")
     assert value.with_findings([finding]).with_findings([finding]).findings == {finding}
     assert value.with_findings([]) is value
 
 
 def test_a_finding_names_operator_and_line() -> None:
-    finding = PaddingFinding("ids", "aten.mean.dim", "mean over the padded dimension 1", "model.py:123: x.mean(1)")
+    finding = PaddingFinding(
+        "mean over the padded dimension 1", "", "model.py:123: x.mean(1)", field="ids", op="aten.mean.dim"
+    )
     assert str(finding.reaching("output 0")) == (
         "row i of output 0 depends on padding of 'ids' through aten.mean.dim (mean over the padded dimension 1)"
         " at model.py:123: `x.mean(1)`"
     )
-    soft = PaddingFinding("ids", "aten.index", "by data", verdict=Verdict.RUNTIME, target="random numbers")
+    soft = PaddingFinding("by data", field="ids", op="aten.index", verdict=Verdict.RUNTIME, target="random numbers")
     assert str(soft) == "random numbers may depend on padding of 'ids' through aten.index (by data)"

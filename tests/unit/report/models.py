@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from graphpass import GraphedModel, graphed
-from graphpass.capture import CallableRecord, PaddingCause, RegionRecord, SizeRecord
+from graphpass.capture import CallableRecord, RegionRecord, SizeRecord
 from graphpass.engine import CapturedGroup
 from graphpass.ladder import MemoryGrowth
+from graphpass.ledger import PaddingFinding
 from graphpass.report import Costs, CountedReason, KernelUse, KeyUse, Problem, Reason, ReportFigures, SizeTraffic
 
 HOSTILE = "</td><script>alert('x')</script>\"><a href=//evil.example onclick=y>[/red]"
@@ -60,7 +61,7 @@ def call(model: GraphedModel, batch: int, seq: int, times: int = 1) -> None:
 def hostile_figures() -> ReportFigures:
     """Figures in which every name and every text is hostile."""
     reason = Reason(HOSTILE, HOSTILE, HOSTILE)
-    cause = PaddingCause(HOSTILE, HOSTILE, HOSTILE, HOSTILE)
+    cause = PaddingFinding(HOSTILE, HOSTILE, HOSTILE, field=HOSTILE, op=HOSTILE, target=HOSTILE)
     regions = (
         RegionRecord("r0", "captured", 5, like="r0"),
         RegionRecord(HOSTILE, "eager", 1, (reason,), HOSTILE),
