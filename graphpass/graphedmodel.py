@@ -97,10 +97,12 @@ class GraphedModel:
         """
         with self._graphed.without_autograd(args, kwargs):
             examples = _captured_examples(self, args, kwargs)
-            while not all(self._graphed.gives_saved_bits(*example) for example in examples):
+            for _ in range(2):  # once more after it was compiled: then the bits are saved
+                if all(self._graphed.gives_saved_bits(*example) for example in examples):
+                    break
                 self.close()
                 self._graphed.forget_forms()
-                examples = _captured_examples(self, args, kwargs)  # compiled: what was loaded is removed
+                examples = _captured_examples(self, args, kwargs)
             for example in examples:
                 self._graphed.save(*example)
 

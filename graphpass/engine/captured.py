@@ -86,8 +86,8 @@ class RecurringTokens:
 _Kind: TypeAlias = tuple[CUDAGraphMode, bool, int]
 """What keys that differ in sizes alone have in common: mode, whether for uniform decode, number of adapters."""
 
-StepOf: TypeAlias = Callable[[Key, CapturedKey], Callable[[], object]]
-"""Makes a step of a captured key over padding alone."""
+StepOf: TypeAlias = Callable[[Key, CapturedKey, Sizes | None], Callable[..., Any]]
+"""Makes a step of a captured key, from inputs of these sizes; None: over padding alone."""
 
 
 class CapturedKeys:
@@ -166,6 +166,28 @@ class CapturedKeys:
                 at=f"{mode} {descriptor}" + (f" and {len(self.left_out) - 1} more" if len(self.left_out) > 1 else ""),
                 is_recorded=True,
             )
+
+    def give_saved_bits(self, step_of: StepOf) -> bool:
+        """Whether a step of each compiled graph has the result that was saved with it, see :class:`SavedCalls`.
+
+        Not compared are models with attention metadata, because example requests overwrite each other's pages, so that
+        their results depend on more than the inputs; with hooks, whose weights are elsewhere; and on several ranks,
+        none of which may compile while the others do not.
+        """
+        model = self._model
+        if model.used is None or model.attention is not None or model.hooks is not None or self._ranks is not None:
+            return True
+        of_graphs = {id(captured.model): (key, captured) for key, captured in reversed(self._by_key.items())}
+        with self._changed(()):
+            return all(self._gives_saved_bits(c, step_of(key, c, c.inputs.sizes)) for key, c in of_graphs.values())
+
+    def _gives_saved_bits(self, captured: CapturedKey, step: Callable[..., Any]) -> bool:
+        def run(*inputs: Any) -> Any:
+            returned = step(dict(zip(captured.inputs.arguments, inputs, strict=True)))
+            return trees.map_tensors(lambda tensor: tensor.clone(), returned)  # the next step overwrites it
+
+        self._inputs.blank()
+        return self._model.gives_saved_bits([given.clone() for given in captured.inputs.arguments.values()], run)
 
     def estimate(self) -> MemoryEstimate:
         """Estimate the memory of all keys, see :meth:`CudaGraphManager.estimate`."""
@@ -493,7 +515,7 @@ class CapturedKeys:
         device = self._inputs.device
         if device.type == "cpu":
             return float(key[1].num_tokens)
-        return timed_s(step_of(key, captured), device, runs=_TIMED_STEPS)
+        return timed_s(step_of(key, captured, None), device, runs=_TIMED_STEPS)
 
     def _room(self, tried: Mapping[Key, CapturedKey]) -> int:
         """Bytes that further graphs for recurring sizes may take."""

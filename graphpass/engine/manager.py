@@ -151,6 +151,11 @@ class CudaGraphManager:
         """
         with self._turn, self._captured.together():
             self._captured.capture_missing(max_bytes)
+            for _ in range(2):  # once more after it was compiled: then the bits are saved
+                if self._captured.give_saved_bits(self._example_step):  # guard: saved_bits_of_managers
+                    break
+                self._captured.close()
+                self._captured.capture_missing(max_bytes)
 
     def estimate(self) -> MemoryEstimate:
         """Estimate the device memory that the graphs of all keys need, by capturing at most three keys of each mode.
@@ -403,21 +408,23 @@ class CudaGraphManager:
             known.inputs.copy_back(batch.inputs, captured.recipe.mutated, captured.recipe.buffers)
             return captured.recipe.result(known.views, leaves)
 
-    def _example_step(self, key: Key, captured: CapturedKey) -> Callable[[], object]:
-        """A step of a captured key over padding alone, which is not counted."""
+    def _example_step(self, key: Key, captured: CapturedKey, sizes: Sizes | None) -> Callable[..., Any]:
+        """A step of a captured key, which is not counted: from inputs of these sizes, or None over padding alone."""
         mode, descriptor = key
-        sizes = dict.fromkeys(self._inputs.largest, 0)
+        sizes = sizes or dict.fromkeys(self._inputs.largest, 0)
         step = _NextStep(Dispatch(mode, descriptor, DispatchReason.EXACT), sizes)
-        batch = Batch(0, attention=self._model.example(descriptor))
+        attention = self._model.example(descriptor)
         known = KnownStep(self._inputs.real(sizes, captured.inputs), captured.recipe.views(sizes), Row())
         checked: Checked = {captured: None}
         rows = [row for row, _ in captured.plan.rows] if captured.plan is not None else []
 
-        def run() -> None:
+        def run(inputs: Mapping[str, torch.Tensor] | None = None) -> Any:
             before = [(row.n, row.items) for row in rows]
-            self._replayed(step, batch, captured, known, checked)
+            batch = Batch(sizes["num_tokens"], inputs=inputs, attention=attention)
+            result = self._replayed(step, batch, captured, known, checked)
             for row, counts in zip(rows, before, strict=True):
                 row.n, row.items = counts
+            return result
 
         return run
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -128,6 +128,10 @@ class Model:
         if new:  # guard: saved_calls_once
             self._with_saved_calls |= new
             self._saved.save(entry_of(self._model), tuple(self.inputs.tensors), (), inputs.arguments)
+
+    def gives_saved_bits(self, args: Sequence[torch.Tensor], run: Callable[..., Any]) -> bool:
+        """Whether a step with these inputs has the result that was saved with it; see :class:`SavedCalls`."""
+        return self._saved.gives_saved_bits(tuple(self.inputs.tensors), args, run)
 
     def find_modules(self) -> None:
         """Update :attr:`modules` to the model's current modules."""

@@ -18,7 +18,6 @@ import torch
 
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.compat import memory, nnmodules, saving, trees
-from graphpass.errors import GraphpassError
 from graphpass.ledger import Reason
 from graphpass.options import Settings
 from graphpass.report.records import LOADED, WARM_START
@@ -43,7 +42,7 @@ from graphpass.saved.fingerprint import (
     sources,
     text_of,
 )
-from graphpass.saved.graphs import SavedGraphs, note
+from graphpass.saved.graphs import OTHER_BITS, SavedGraphs, note
 
 Form: TypeAlias = tuple[Any, ...]
 """What tells the calls of one compiled function from those of others: how its arguments are passed."""
@@ -170,7 +169,7 @@ class SavedCalls:
         parameters and buffers have equal contents. A call that changes them, or has other bits the second time, is not.
         The call is compared with its own arguments and with seeded ones: an example may be all zeros.
         """
-        if self._store is None:
+        if self._store is None or self.used is None:  # or what would have to be equal has no text
             return True
         tensors = (
             (*self._model.parameters(), *self._model.buffers()) if isinstance(self._model, torch.nn.Module) else ()
@@ -182,7 +181,7 @@ class SavedCalls:
         try:
             seeded = _seeded_call(args)  # guard: saved_seeded_bits
             result, again = (contents_of(trees.flatten((run(*args), run(*seeded)))[0]) for _ in range(2))
-        except GraphpassError:  # an example above the ladder, with on_fallback="error"
+        except Exception:  # an example above the ladder, with on_fallback="error", or contents that the model refuses
             return True
         if result is None or result != again or contents_of(given) != contents:
             return True
@@ -196,8 +195,8 @@ class SavedCalls:
             graphs = [call.file for call in self._saved.pop(form)]
             others = (file_name(name, parts, RESULT), file_name(name, self._parts(), CALL))
             self._store.remove(*graphs, *others)
-            why = Reason("the first replay has other bits than it had when it was saved")
-            note(self._runtime, "not loaded", why, is_problem=True)
+            self._runtime.owned(SavedGraphs).refuse(graphs)
+            note(self._runtime, "not loaded", OTHER_BITS, is_problem=True)
             return False
         return True
 
@@ -228,11 +227,14 @@ def _seeded_call(args: Sequence[Any]) -> Any:
 
 
 def _seeded(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of this layout; integers, which may be indices, and what a guard tells from a plain tensor stay."""
+    """A tensor of this layout; integers, which may be indices, and what a guard tells from a plain tensor stay.
+
+    Its numbers are from 0 to 1: a model may take them for probabilities, or make indices of them.
+    """
     is_plain = type(tensor) is torch.Tensor and not tensor.requires_grad and not vars(tensor)
     if not (is_plain and tensor.is_floating_point() and tensor.layout is torch.strided and all(tensor.stride())):
         return tensor
-    numbers = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0))
+    numbers = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(0))
     return torch.empty_like(tensor).copy_(numbers)
 
 

@@ -23,6 +23,8 @@ from graphpass.regions.symbols import graph_inputs
 from graphpass.saved.files import GRAPH, NOT_SAVED, SEE_SAVED, SavedFiles, UsedKeys, file_name
 from graphpass.saved.fingerprint import Parts, UnstableError, difference, digest, environment, implementations, text_of
 
+OTHER_BITS = Reason("the first replay has other bits than it had when it was saved")
+
 
 @dataclass(frozen=True, slots=True)
 class GraphIdentity:
@@ -95,6 +97,7 @@ class SavedGraphs:
     def __init__(self) -> None:
         #: {file: (the callable that was saved there or loaded from it, what its compilation assumed of the sizes)}
         self._known: dict[str, tuple[Any, Sequence[sympy.Basic]]] = {}
+        self._refused: set[str] = set()  # files that may still be there, if they cannot be removed
         #: While a call is traced in order to be saved: the files of the graphs that it reached, or why there is none.
         self.recording: list[str | Reason] | None = None
         #: (regions of a graph that is saved, writes its file again, or removes it) where regions are tuned later
@@ -126,7 +129,7 @@ class SavedGraphs:
     def load(self, identity: GraphIdentity, traced: Sequence[Any], runtime: GraphRuntime, settings: Settings) -> Any:
         """The callable of a graph that was just traced; None, with the reason in the report, if it is not saved."""
         store = _store(settings)
-        found = _loaded(store.find(identity.name, identity.parts, GRAPH))
+        found = self._loaded(identity.file, store.find(identity.name, identity.parts, GRAPH))
         if not isinstance(found, Reason) and not identity.takes(found[1]):
             found = Reason("its sizes break a guard of the saved graph", is_expected=True)
         if isinstance(found, Reason):  # only a damaged or foreign file is a problem
@@ -142,11 +145,20 @@ class SavedGraphs:
             store = _store(settings)
             contents, saved = store.read(file), store.parts_of(file)
             now = _parts(settings, [torch.device("cuda")] if "GPU" in saved else [], saved)
-            found = difference(saved, now) or _loaded(contents) if saved else contents
+            found = difference(saved, now) or self._loaded(file, contents) if saved else contents
             if isinstance(found, (Reason, bytes)):
                 return found if isinstance(found, Reason) else NOT_SAVED
             self._known[file] = found[0].bound(UsedKeys(store, file, saved), runtime, settings), found[1]
         return self._known[file][0]
+
+    def _loaded(self, file: str, contents: bytes | Reason) -> Any:
+        """What a file holds, or why it is not used."""
+        if file in self._refused:  # guard: saved_refused
+            return OTHER_BITS
+        try:
+            return contents if isinstance(contents, Reason) else saving.loads(contents)
+        except Exception as error:
+            return Reason(f"a saved graph cannot be loaded: {type(error).__name__}: {error}", SEE_SAVED)
 
     def save(
         self,
@@ -184,8 +196,15 @@ class SavedGraphs:
         if write():
             made.remember_keys(UsedKeys(store, identity.name, identity.parts))
             self._known[identity.file] = made, added
+            self._refused.discard(identity.file)
             if settings.tune is not None:
                 self._untuned.append((regions, again))
+
+    def refuse(self, files: Iterable[str]) -> None:
+        """Load these files no more, until they are written anew."""
+        for file in files:
+            self._known.pop(file, None)
+            self._refused.add(file)
 
     def tuned(self, region: TunedRegion) -> None:
         """Write the graphs again in which a region has been tuned."""
@@ -197,16 +216,6 @@ class SavedGraphs:
 def _store(settings: Settings) -> SavedFiles:
     assert settings.warm_start is not None, "callers ask only with a directory"
     return SavedFiles(settings.warm_start)
-
-
-def _loaded(contents: bytes | Reason) -> Any:
-    """What a file holds, or why there is nothing."""
-    if isinstance(contents, Reason):
-        return contents
-    try:
-        return saving.loads(contents)
-    except Exception as error:
-        return Reason(f"a saved graph cannot be loaded: {type(error).__name__}: {error}", SEE_SAVED)
 
 
 def note(runtime: GraphRuntime, what: str, why: Reason, *, is_problem: bool, at: str = "") -> None:

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +21,9 @@ from torch._dynamo.utils import counters
 from torch.utils.hooks import RemovableHandle
 
 import graphpass as gp
+from graphpass.ledger import Reason
 from graphpass.saved import fingerprint
+from graphpass.saved.files import SavedFiles
 from tests.unit.saved import stack as of
 from tests.unit.saved.stack import OPTIONS, Stack, example, stack
 
@@ -309,16 +311,65 @@ def test_other_bits_than_those_that_were_saved_are_noticed(saved: Path, tmp_path
         assert (fast.runtime.compiled() > 0) == is_noticed
 
 
-def test_an_example_of_zeros_hides_no_other_bits(tmp_path: Path) -> None:
+def graphed_bent(folder: Path) -> tuple[gp.GraphRuntime, torch.Tensor]:
+    """A start whose example is all zeros, and its result for others."""
+    fast = gp.graphed(of.bent, [4], {"x": 0}, compiler="eager", progress=False, warm_start=folder)
+    fast.capture(torch.zeros(4, of.INPUTS))
+    return fast.runtime, fast(example())
+
+
+def managed_bent(folder: Path) -> tuple[gp.GraphRuntime, torch.Tensor]:
+    dispatcher = gp.CudagraphDispatcher("FULL", [2, 4], max_num_reqs=4)
+    inputs = [gp.InputSpec("x", (4, of.INPUTS), torch.float32)]
+    made = gp.CudaGraphManager(of.bent, dispatcher, inputs, compiler="eager", progress=False, warm_start=folder)
+    made.buffers["x"].copy_(example())
+    made.capture()
+    assert made.stats().histogram == {}, "the steps that are compared are not counted"
+    assert made.runtime.stats().replayed == made.runtime.stats().captured, "each once, after its capture"
+    return made.runtime, made.run(gp.Batch(4)).clone()
+
+
+@pytest.mark.parametrize("can_remove", [True, False])
+@pytest.mark.parametrize("start", [graphed_bent, managed_bent])
+def test_an_example_of_zeros_hides_no_other_bits(
+    start: Any, can_remove: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for is_noticed in (False, True):
         torch.compiler.reset()
-        fast = gp.graphed(of.bent, [4], {"x": 0}, compiler="eager", progress=False, warm_start=tmp_path / "starts")
-        fast.capture(torch.zeros(4, of.INPUTS))
-        torch.testing.assert_close(fast(example()), of.bent(example()))
-        assert any("other bits" in note for note in fast.runtime.notes) == is_noticed
+        runtime, result = start(tmp_path / "starts")
+        torch.testing.assert_close(result, of.bent(example()))
+        assert any("other bits" in note for note in runtime.notes) == is_noticed
+        assert runtime.compiled() == 1
         for path in of_kind("graph")(tmp_path / "starts"):
             contents = path.read_bytes().split(b"\n", 2)[2]
             rewritten(path, contents.replace(struct.pack(">d", 0.5), struct.pack(">d", 0.75)))
+        if not can_remove:
+            monkeypatch.setattr(SavedFiles, "remove", lambda *_: None)
+            monkeypatch.setattr(SavedFiles, "write", lambda *_: Reason("it is read-only"))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [torch.bernoulli, lambda x: torch.eye(of.INPUTS)[x.long().sum(1)] + x.log1p(), lambda x: x + torch.rand_like(x)],
+    ids=["probabilities", "indices", "random"],
+)
+def test_contents_of_the_comparison_suit_a_model(model: Any, tmp_path: Path) -> None:
+    for _ in range(2):
+        torch.compiler.reset()
+        fast = gp.graphed(model, [4], {"x": 0}, compiler="eager", progress=False, warm_start=tmp_path / "starts")
+        fast.capture(torch.zeros(4, of.INPUTS))
+        assert not any("other bits" in note for note in fast.runtime.notes)
+
+
+def test_an_option_without_a_text_is_said(tmp_path: Path) -> None:
+    class Ones:
+        def __call__(self, real: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+            return torch.cat((real, torch.ones(shape[0] - len(real), of.INPUTS)))
+
+    fast = gp.graphed(of.bent, [4], {"x": 0}, padding={"x": Ones()}, compiler="eager", warm_start=tmp_path / "starts")
+    fast.capture(example())
+    torch.testing.assert_close(fast(example()), of.bent(example()))
+    assert any("compared by identity" in note for note in fast.runtime.notes)
 
 
 def test_the_directory_is_of_ones_own(tmp_path: Path) -> None:
