@@ -45,6 +45,7 @@ from graphpass.ledger import Reason
 from graphpass.options import Fallbacks, Settings
 from graphpass.regions.execute import value_of
 from graphpass.regions.floats import FloatInputs, floats_as_tensors
+from graphpass.regions.lists import ListInputs, lists_as_entries
 from graphpass.regions.padding import AtenGraph, ignores_numbers
 from graphpass.regions.split import Partition, partition, uncompiled_copy
 from graphpass.regions.symbols import graph_inputs
@@ -104,7 +105,7 @@ def backend(
             made = saved.load(traced.identity, given, runtime, settings)
         runtime.owned(CallableCache).add(traced.key, made)
     made = made or _captured(name, traced, runtime, settings, aliases)
-    return traced.floats.moved_before(made)
+    return _of_runtime(runtime, traced.lists.emptied_before(traced.floats.moved_before(made)))
 
 
 def _captured(
@@ -289,7 +290,8 @@ class _Traced:
     """A copy of Dynamo's graph, ready to be partitioned."""
 
     whole: fx.GraphModule  #: the copy, without unused tensor inputs and with appended ones
-    floats: FloatInputs  #: the Python floats among Dynamo's arguments
+    lists: ListInputs  #: Dynamo's arguments that are lists; all else counts their entries as arguments
+    floats: FloatInputs  #: the Python floats among the arguments
     used: list[int]  #: positions of the remaining inputs among the arguments of a call
     appended: AppendedInputs | None  #: the inputs after those; None if there are none
     ends_early: Reason | None  #: the graph break after it; None if the function ends there
@@ -302,18 +304,19 @@ class _Traced:
         ends_early = dynamo.graph_break_after(graph_module)
         # Dynamo later reads the placeholders of its own graph to choose the callable's arguments.
         whole = uncompiled_copy(graph_module)
+        lists = lists_as_entries(whole.graph)
         floats = floats_as_tensors(whole)
         side_effects = dynamo.side_effects_of_compilation()
         key, identity = TraceKey.of(whole, settings, ends_early, side_effects), None
         if settings.warm_start is not None:
             identity = GraphIdentity.of(whole, ends_early, side_effects, settings)
         used = _drop_unread_inputs(whole)
-        if dynamo.pass_only(graph_module.graph, used):
+        if not lists.entries and dynamo.pass_only(graph_module.graph, used):
             floats, used = floats.among(used), list(range(len(used)))
         attributes = lift_attributes(whole, dynamo.attribute_sources(graph_module))  # guard: attributes_undone
         sizes = append_real_sizes(whole, settings, count_from_start(whole, settings))
         appended = AppendedInputs(attributes, sizes) if attributes or sizes is not None else None
-        return cls(whole, floats, used, appended, ends_early, side_effects, key, identity)
+        return cls(whole, lists, floats, used, appended, ends_early, side_effects, key, identity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,7 +433,13 @@ def _training(
         calls.count_call(reason)
         return compiled(*args)
 
-    return counted
+    return _of_runtime(runtime, counted)
+
+
+def _of_runtime(runtime: GraphRuntime, served: Any) -> Any:
+    """``served``, whose runtime ``runtime_of`` finds."""
+    served.runtime = runtime
+    return served
 
 
 def _needs_autograd(values: Sequence[Any]) -> bool:

@@ -450,8 +450,8 @@ def runtime_of(compiled: Any) -> GraphRuntime:
     """The runtime of a callable compiled with ``backend="cgpass"``.
 
     Args:
-        compiled: what ``torch.compile`` or :func:`graphpass.graphed` returned, or a module after
-            ``module.compile(backend="cgpass")``.
+        compiled: what ``torch.compile``, its ``aot_compile``, :func:`graphpass.graphed` or the backend itself
+            returned, or a module after ``module.compile(backend="cgpass")``.
 
     Raises:
         OptionError: it was compiled with another backend, has not run yet, or is not compiled.
@@ -461,7 +461,7 @@ def runtime_of(compiled: Any) -> GraphRuntime:
             of_compiler = runtime_of_compiler(compiler)
             of_compiler.given_up.serves(dynamo.code_of(compiled))
             return of_compiler
-    runtime = getattr(compiled, "runtime", None)
+    runtime = getattr(dynamo.compiled_ahead(compiled), "runtime", None)
     if isinstance(runtime, GraphRuntime):
         return runtime
     raise OptionError(

@@ -133,6 +133,11 @@ def compilers_of(compiled: Any) -> list[Any]:
     return [backend, *(other for other in entries if other == backend)]
 
 
+def compiled_ahead(compiled: Any) -> Any:
+    """What the backend returned for a function that ``torch.compile(...).aot_compile`` made; anything else itself."""
+    return getattr(getattr(compiled, "_artifacts", None), "compiled_fn", compiled)
+
+
 def code_of(compiled: Any) -> types.CodeType | None:
     """The code of the function that a ``torch.compile``'d callable runs."""
     original = getattr(compiled, "_orig_mod", None) or getattr(compiled, "_torchdynamo_orig_callable", compiled)
@@ -256,6 +261,16 @@ def meta_of_static_input(node: fx.Node, tensor: torch.Tensor, source: str) -> di
     tensor_dict = {"_dynamo_static_input_type": "unguarded", **node.meta.get("tensor_dict", {})}
     value = node.meta.get("example_value", node.meta.get("val", tensor))
     return {**node.meta, "example_value": value, "tensor_dict": tensor_dict, _SOURCE: source}
+
+
+def entry_meta(read: fx.Node, given: fx.Node, entry: int) -> dict[str, Any]:
+    """Metadata for a placeholder in place of ``read``, which takes an entry of the list ``given``.
+
+    The list has another tensor there in another call, so none has a static address.
+    """
+    left_out = {"tensor_dict", "source_fn_stack"}
+    kept = {key: value for key, value in read.meta.items() if key not in left_out}
+    return {**kept, _SOURCE: f"{source_text(given) or given.name}[{entry}]"}
 
 
 def source_text(node: fx.Node) -> str | None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import operator
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch._dynamo import compiled_autograd
 from torch._dynamo.decorators import mark_unbacked
 
 import cgpass
+from graphpass import GraphRuntime, runtime_of
 from graphpass.errors import CaptureError
 from tests.unit.cgpass.attended import Make
 from tests.unit.compiled import agrees
@@ -59,6 +64,7 @@ def test_a_function_compiled_ahead_replays_in_its_process(tmp_path: Path) -> Non
         for _ in range(4):
             x = torch.randn(4, 6)
             agrees(ahead(x), x * 2 + 1)
+        assert runtime_of(ahead).stats().replayed == 3
         with pytest.raises(CaptureError, match="warm_start"):
             ahead.save_compiled_function(str(tmp_path / "function"))
 
@@ -80,5 +86,60 @@ def test_the_backend_called_by_hand() -> None:
             for one in made:
                 (got,) = one(x)
                 agrees(got, x * 2 + 1)
-    assert made[0].runtime is not made[1].runtime
-    assert [one.runtime.stats().replayed for one in made] == [3, 3]
+    assert runtime_of(made[0]) is not runtime_of(made[1])
+    assert [runtime_of(one).stats().replayed for one in made] == [3, 3]
+    trained = cgpass.backend(given[0], [x.requires_grad_()], options={"compiler": "eager"})
+    agrees(trained(x)[0].detach(), (x * 2 + 1).detach())
+    (use,) = runtime_of(trained).report().to_dict()["replays"]["without_graph"]
+    assert (use["reason"], use["calls"]) == ("compiled under autograd: never captured", 1)
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+def test_compiled_autograd_compiles_with_it(rt: GraphRuntime, compiler: str) -> None:
+    """It passes a list of tensors, and an empty tensor for each size, which no graph serves."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
+    backwards: Any = torch.compile(
+        backend="cgpass", options=cgpass.options(compiler=compiler, runtime=rt, dispatch="auto")
+    )
+    sizes = (4, 4) if compiler == "inductor" else (4, 4, 5, 4, 5)
+    for size in sizes:
+        x = torch.randn(size, 6)
+        model(x).square().sum().backward()
+        expected = gradients(model)
+        model.zero_grad()
+        with compiled_autograd._enable(backwards):
+            model(x).square().sum().backward()
+        for got, wanted in zip(gradients(model), expected, strict=True):
+            torch.testing.assert_close(got, wanted)
+        model.zero_grad()
+    counts: Counter[str] = Counter()
+    for row in rt.report().to_dict()["replays"]["without_graph"]:
+        counts[row["reason"]] += row["calls"]
+    assert counts == {"an input has no elements": len(sizes)}
+    assert (rt.stats().captured, rt.stats().replayed) == (0, 0)
+
+
+def test_a_list_of_inputs_is_emptied_before_the_graph_runs() -> None:
+    """As compiled autograd asks for, so that an entry can be freed in the run."""
+    graph = torch.fx.Graph()
+    given = graph.placeholder("given")
+    x = torch.randn(4, 6)
+    given.meta["example_value"] = [x, x]
+    first, last = (graph.call_function(operator.getitem, (given, entry)) for entry in (0, 1))
+    for read in (first, last):
+        read.meta["example_value"] = x
+    graph.output((graph.call_function(torch.sub, (first, last)),))
+    made = cgpass.backend(torch.fx.GraphModule({}, graph), [[x, x]], options={"compiler": "eager"})
+    with torch.no_grad():
+        for _ in range(4):
+            one, other, unread = torch.randn(4, 6), torch.randn(4, 6), torch.randn(2)
+            entries = [one, other, unread]
+            (got,) = made(entries)
+            agrees(got, one - other)
+            assert entries == []
+    assert runtime_of(made).stats().replayed == 3
