@@ -49,7 +49,7 @@ def lists_as_entries(graph: fx.Graph) -> ListInputs:
             continue
         reads: dict[int, fx.Node] = {}
         for user in list(given.users):
-            entry = int(user.args[1])  # type: ignore[arg-type]
+            entry = int(user.args[1])
             if entry not in reads:
                 with graph.inserting_before(given):
                     reads[entry] = graph.placeholder(f"{given.name}_{entry}")
