@@ -33,7 +33,7 @@ from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.ledger import Reason
 from graphpass.options import Settings
 from graphpass.regions.split import Partition
-from graphpass.report.records import RegionId
+from graphpass.report.records import CallableRecord, RegionId
 from graphpass.saved.files import UsedKeys
 
 _RUNS_BEFORE_ADVICE = 8
@@ -44,7 +44,8 @@ _MAX_KNOWN = 64
 class CompiledGraph:
     """A graph that was partitioned and compiled."""
 
-    name: str  #: the callable's name in its runtime
+    record: CallableRecord  #: for reports: its name in the runtime, the graph break after it, what it cost
+    rules: AutoRules | None  #: how it chooses graphs itself; None if a forward context does
     partition: Partition  #: regions and stitched code
     sizes: NamedSizes  #: the sizes that keys of a context have
     compiled: Mapping[str, CompiledRegion]  #: region name -> compiled region, for the captured ones
@@ -52,7 +53,6 @@ class CompiledGraph:
     used_argument_positions: Sequence[int]  #: of a call's arguments, in the order of the partition's inputs
     appended: AppendedInputs | None  #: the inputs after those, which Dynamo does not pass; None if there are none
     code: str  #: file and name of the function whose code the graph is: ``model.py:forward``
-    ends_early: str | None  #: why the graph ends before the model does (a graph break), or None
     returns_flat: bool  #: whether the graph returns a tuple or list of values that are not containers
     #: changes of Python state that Dynamo's code makes after the graph has run
     side_effects: tuple[dynamo.SideEffect, ...]
@@ -66,13 +66,12 @@ class GraphedCallable:
     of wrapper that the context's runtime mode names captures or replays; the other kind calls through.
     """
 
-    def __init__(
-        self, graph: CompiledGraph, runtime: GraphRuntime, settings: Settings, rules: AutoRules | None
-    ) -> None:
-        self.name = name = graph.name
+    def __init__(self, graph: CompiledGraph, runtime: GraphRuntime, settings: Settings) -> None:
+        self.name, rules = graph.record.name, graph.rules
+        name, ends = self.name, graph.record.ends
         self.side_effects = graph.side_effects
         self.traces = graph.traces
-        self.code, self.ends_early = graph.code, graph.ends_early
+        self.code, self.ends_early = graph.code, None if ends is None else f"graph break: {ends}"
         self.returns_flat = graph.returns_flat
         self.partition = partition = graph.partition
         self.runtime = runtime

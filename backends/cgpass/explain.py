@@ -118,7 +118,8 @@ def size_records(rules: AutoRules, proof: PaddingProof, traces: Mapping[str, Reg
 def report_graph(
     record: CallableRecord,
     parts: Partition,
-    auto: tuple[AutoRules, PaddingProof] | None,
+    rules: AutoRules | None,
+    proof: PaddingProof | None,
     runtime: GraphRuntime,
     settings: Settings,
 ) -> None:
@@ -142,8 +143,7 @@ def report_graph(
             for reason in region.reasons:
                 if not reason.captures_whole and reason.remedy:  # eager although the user did not ask for it
                     warn(f"runs eagerly between graphs: {reason}", reason.remedy, f"{name}.{region.name}")
-    if auto is not None:
-        rules, proof = auto
+    if rules is not None and proof is not None:
         for problem in rules.unproved.values():
             warn(problem.why, problem.remedy, name)
         dynamo.trace_json(f"graphpass_padding_{name}", lambda: _padding(proof))

@@ -22,7 +22,7 @@ from cgpass.appended import (
 )
 from cgpass.callable import CompiledGraph, GraphedCallable
 from cgpass.explain import region_records, report_graph, size_records
-from cgpass.keyrules import AutoRules, calls_collectives, dispatched
+from cgpass.keyrules import calls_collectives, dispatched
 from cgpass.paddingcheck import region_in_float64
 from cgpass.paddingpass import PaddingPasses
 from cgpass.sizes import NamedSizes
@@ -147,10 +147,10 @@ def _captured(
     )
     runtime.register(record)
     _note_problems(name, sizes, traced.floats, runtime)
-    dispatch = None if rules is None or proof is None else (rules, proof)
-    report_graph(record, parts, dispatch, runtime, settings)
+    report_graph(record, parts, rules, proof, runtime, settings)
     graph = CompiledGraph(
-        name=name,
+        record=record,
+        rules=rules,
         partition=parts,
         sizes=sizes,
         compiled=compiled.by_name,
@@ -158,14 +158,13 @@ def _captured(
         used_argument_positions=traced.used,
         appended=traced.appended,
         code=nnmodules.compiled_code(),
-        ends_early=None if traced.ends_early is None else f"graph break: {traced.ends_early}",
         returns_flat=_returns_flat(traced.whole),
         side_effects=traced.side_effects,
     )
-    made = GraphedCallable(graph, runtime, settings, rules)
+    made = GraphedCallable(graph, runtime, settings)
     cache.add(traced.key, made)
     if traced.identity is not None:
-        saved, regions = SavedCallable.of(graph, rules, record, aliases), list(compiled.by_name.values())
+        saved, regions = SavedCallable.of(graph, aliases), list(compiled.by_name.values())
         runtime.owned(SavedGraphs).save(made, traced.identity, saved, regions, runtime, settings)
     return made
 
@@ -175,18 +174,17 @@ class SavedCallable:
     """What the file of a graph holds of a callable: all but what belongs to a process. See Note [Saved starts]."""
 
     graph: CompiledGraph
-    rules: AutoRules | None
-    record: CallableRecord
     sizes_read: RealSizes | None  #: among the appended inputs
     aliases: Mapping[str, str]  #: {what the user calls an input: its name in the graph}
 
     @classmethod
-    def of(
-        cls, graph: CompiledGraph, rules: AutoRules | None, record: CallableRecord, aliases: Mapping[str, str]
-    ) -> SavedCallable:
+    def of(cls, graph: CompiledGraph, aliases: Mapping[str, str]) -> SavedCallable:
         """The parts of a callable, without its runtime and settings."""
+        rules, admits = graph.rules, graph.record.admits
         unbound = replace(
             graph,
+            record=replace(graph.record, admits=None if admits is None else _unbound, frame=None),
+            rules=None if rules is None else replace(rules, padded=dict.fromkeys(rules.padded)),  # type: ignore[arg-type]
             partition=replace(graph.partition, stitched=_unbound, _outputs=None),
             sizes=replace(graph.sizes, settings=None),  # type: ignore[arg-type]
             compiled=dict(graph.compiled),
@@ -194,10 +192,7 @@ class SavedCallable:
             appended=None,
             side_effects=(),
         )
-        if rules is not None:
-            rules = replace(rules, padded=dict.fromkeys(rules.padded))  # type: ignore[arg-type]
-        record = replace(record, admits=None if record.admits is None else _unbound, frame=None)
-        return cls(unbound, rules, record, None if graph.appended is None else graph.appended.sizes, dict(aliases))
+        return cls(unbound, None if graph.appended is None else graph.appended.sizes, dict(aliases))
 
     def bound(
         self, used: UsedKeys, runtime: GraphRuntime, settings: Settings, traced: Sequence[Any] = ()
@@ -212,17 +207,20 @@ class SavedCallable:
             traced, settings = (runtime.next_callable_name(), appended, ()), settings.with_names(self.aliases)
         name, appended, side_effects = traced
         sizes = replace(self.graph.sizes, settings=settings)
-        graph = replace(self.graph, name=name, sizes=sizes, appended=appended, side_effects=side_effects)
-        admits = None if self.record.admits is None else sizes.admits
-        record = replace(self.record, name=name, frame=dynamo.frame_id(), admits=admits, is_loaded=True)
-        runtime.register(replace(record, artifacts=0, seconds=CompileSeconds()))
+        record, rules, inputs = self.graph.record, self.graph.rules, self.graph.partition.inputs
+        admits = None if record.admits is None else sizes.admits
+        record = replace(record, name=name, frame=dynamo.frame_id(), admits=admits, is_loaded=True)
+        record = replace(record, artifacts=0, seconds=CompileSeconds())
+        runtime.register(record)
         runtime.note("loaded from warm_start: nothing was partitioned or compiled", at=name)
-        rules, inputs = self.rules, graph.partition.inputs
         if rules is not None:
             rules = replace(rules, padded={p: settings.padding.get(inputs[p].shown, "repeat") for p in rules.padded})
+        graph = replace(
+            self.graph, record=record, rules=rules, sizes=sizes, appended=appended, side_effects=side_effects
+        )
         for region in {id(tuned): tuned for one in graph.compiled.values() if (tuned := one.tuned)}.values():
             region.load(name, runtime.ledger)
-        loaded = GraphedCallable(graph, runtime, settings, rules)
+        loaded = GraphedCallable(graph, runtime, settings)
         loaded.remember_keys(used)
         return loaded
 
