@@ -142,3 +142,30 @@ def test_the_call_of_a_callable_is_saved_once(tmp_path: Path, monkeypatch: pytes
     first.capture()
     assert saved == [4, 1]  # the first run, and single tokens
     first.close()
+
+
+class Counting(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return super().forward(x) * self.calls
+
+
+def test_the_steps_that_are_compared_are_undone(tmp_path: Path) -> None:
+    for _ in range(2):
+        torch.compiler.reset()
+        counters.clear()
+        model, eager = stack(Counting), stack(Counting)
+        made = manager(model, tmp_path / "starts")
+        made.buffers["x"].copy_(example(4))
+        made.capture()
+        assert torch.equal(made.buffers["x"], example(4))
+        for rows in (4, 1):
+            served(made, rows, model=eager)
+            assert torch.equal(model.calls, eager.calls)
+        assert "other bits" not in "".join(made.runtime.notes)
+        made.close()
+    assert not counters["frames"]
