@@ -93,9 +93,6 @@ class AutoCall:
     numbers: tuple[tuple[int, int], ...] = ()  #: (position, value) of the int arguments that depend on the key's sizes
     cuts: OutputCuts | None = None  #: None if nothing is padded, and the wrapper stages the inputs
     checks: KeyChecks | None = None  #: None if these calls have no padding, or it is never checked at run time
-    #: bool, one dimension for each padded field, True where a row is padding; None if no op reads it
-    mask: torch.Tensor | None = None
-    real_rows: torch.Tensor | None = None  #: the view of ``mask`` over the real rows
     #: {address of the first static input: its replay}, one for each instance of a module that shares the callable
     known: dict[int, KnownReplay] = field(default_factory=dict)
     size: RecurringSize | None = None  #: counts these calls for a graph of their own; None if they never get one
@@ -123,9 +120,6 @@ class AutoCall:
         """Fill the padded buffers; the graph's arguments at the key's sizes."""
         filled = self.placed(args)
         self.inputs.fill(args)
-        if self.mask is not None and self.real_rows is not None:
-            self.mask.fill_(True)
-            self.real_rows.fill_(False)
         return filled
 
 
@@ -175,7 +169,7 @@ class KnownReplay:
 
 
 class AutoDispatcher:
-    """Decides about the calls of one callable that have no forward context. Owns the padded buffers and the masks."""
+    """Decides about the calls of one callable that have no forward context. Owns the padded buffers."""
 
     def __init__(
         self,
@@ -197,10 +191,9 @@ class AutoDispatcher:
         self._may_share = tuple(dict.fromkeys((*rules.dynamic, *rules.written)))
         self._watches_memory = bool(rules.padded) and bool(rules.written) and len(self._may_share) > 1
         self._memory = PaddedMemory[int]()
-        self._masks: dict[BatchDescriptor, torch.Tensor] = {}
         self._checks: dict[BatchDescriptor, KeyChecks] = {}
         self._calls: dict[tuple[Any, ...], AutoCall] = {}
-        self._new = threading.Lock()  # makes calls: two buffers or masks of one key would be two graphs
+        self._new = threading.Lock()  # makes calls: two buffers of one key would be two graphs
         self._own: ExactGraphs | None = None
         self._refused: dict[str, CountedReason] = {}
         self._failures = FailedCaptures(name)
@@ -414,7 +407,6 @@ class AutoDispatcher:
             self._runtime.ledger.note(problem, at=self._name, is_problem=True)
         self._own = None
         self._memory.clear()
-        self._masks.clear()
         self._checks.clear()
         self._calls.clear()
         self.rules.keys.forget()
@@ -504,10 +496,6 @@ class AutoDispatcher:
                 remedy = f"make it contiguous (`{found.name}.contiguous()`)"
                 return self._as_is(real, f"no dense buffer has the strides of {found.name}", remedy)
             inputs, numbers = found
-            mask, real_rows = None, None
-            if self.rules.reads_padding:
-                mask, real_rows = self._mask(real, key.sizes, args, self._masks.get(key.descriptor))
-                self._masks[key.descriptor] = mask  # one for each key, because graphs read its address
             strides = {e: args[p] for p, e in self.rules.sizes.numbers.items() if getattr(e, "is_Symbol", False)}
             checks = None
             if key.sizes != real and self.rules.checks != "never":
@@ -526,8 +514,6 @@ class AutoDispatcher:
                 numbers=numbers,
                 cuts=self.rules.outputs.cuts({**strides, **self.rules.sizes.named(real)}),
                 checks=checks,
-                mask=mask,
-                real_rows=real_rows,
                 size=size,
                 under_padding=under_padding,
             )
@@ -542,8 +528,7 @@ class AutoDispatcher:
             if sizes != call.real and self.rules.sizes.admits(sizes):
                 found = self._inputs(call.real, sizes, args)
                 if not isinstance(found, InputLayout):
-                    mask, rows = (None, None) if call.mask is None else self._mask(call.real, sizes, args, None)
-                    return [replace(call, inputs=found[0], numbers=found[1], mask=mask, real_rows=rows), call]
+                    return [replace(call, inputs=found[0], numbers=found[1]), call]
         return [call]
 
     def _inputs(
@@ -571,29 +556,6 @@ class AutoDispatcher:
 
     def _exact(self, key: RecurringKey, real: tuple[int, ...]) -> AutoCall:
         return AutoCall(key, real, self._counts(key), self._seen(real))
-
-    def _mask(
-        self, real: Sequence[int], sizes: Sequence[int], args: Sequence[Any], mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The mask of padded rows, a new one if there is none yet; and its real rows."""
-        fields = zip(self.rules.keys.fields, sizes, real, strict=True)
-        named = {field.name: (padded, size) for field, padded, size in fields if field.is_padded}
-        in_order = {name: named[name] for name in (*self._fields_in_order(), *named) if name in named}
-        if mask is None:
-            device = args[next(iter(self.rules.padded))].device
-            with torch.inference_mode(False):
-                mask = torch.zeros([padded for padded, _ in in_order.values()], dtype=torch.bool, device=device)
-        real_rows = mask
-        for dim, (_, size) in enumerate(in_order.values()):
-            real_rows = real_rows.narrow(dim, 0, size)
-        return mask, real_rows
-
-    def _fields_in_order(self) -> list[str]:
-        """The padded fields of the input that has the most, in the order of its dimensions."""
-        names = {size.symbol: size.name for size in self.rules.sizes.sizes if size.is_padded}
-        layouts = self.rules.sizes.layouts
-        rows = [[names[size] for size in layouts[p].shape if size in names] for p in self.rules.padded]
-        return max(rows, key=len, default=[])
 
     def _seen(self, real: Sequence[int]) -> tuple[tuple[Counter[int], int], ...]:
         of_key = {field.name: size for field, size in zip(self.rules.keys.fields, real, strict=True)}

@@ -281,7 +281,7 @@ class GraphedCallable:
     def _known_replay(self, call: AutoCall, args: Sequence[Any]) -> Any:
         """What a call returns that a known FULL graph serves; None for any other call."""
         is_checked = call.checks is not None and call.checks.are_pending()  # guard: known_replay_is_checked
-        if not self._knows_replays or is_checked or call.mask is not None or torch.is_grad_enabled():
+        if not self._knows_replays or is_checked or torch.is_grad_enabled():
             return None
         lease = self.runtime.lease
         anchor, generation = args[self.static[0]].data_ptr() if self.static else 0, lease.generation
@@ -375,7 +375,7 @@ class GraphedCallable:
     def _run(self, auto: AutoDispatcher, call: AutoCall, args: Sequence[Any], *, may_capture: bool) -> Any:
         """Fill the buffers, replay and cut the outputs while holding the pool lease; capture if permitted."""
         context = ForwardContext(
-            None, auto.rules.mode, call.key.descriptor, None, None, None, call.mask, None, owner=self.name
+            None, auto.rules.mode, call.key.descriptor, None, None, None, None, None, owner=self.name
         )
         if call.cuts is None:
             outputs = self._key_outputs(auto, call, context, args, may_capture=may_capture)

@@ -49,7 +49,6 @@ class AutoRules:
     #: What a check writes to the padding of floats: random numbers; or copies of real entries, because an operator may
     #: fail for other numbers.
     check_contents: Literal["random", "real"]
-    reads_padding: bool  #: whether an op of the graph reads the mask of padded rows
     off: Reason | None  #: why no call is captured; None if calls are captured
     #: (key field, text, remedy) of each size that is not padded, or padded without proof and check
     unproved: Mapping[str, Reason]
@@ -95,7 +94,6 @@ def dispatched(
         dynamic=tuple(p for p in sizes.layouts if not parts.inputs[p].is_static),
         checks="never" if settings.padding_check == "off" else checks,
         check_contents="real" if proof.needs_real_contents else "random",  # guard: padding_index_of_floats
-        reads_padding=_calls(parts, "zero_padding"),
         off=off,
         unproved=problems,
     )

@@ -17,7 +17,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
@@ -242,8 +242,7 @@ def _fault_of_amounts(call: PaddedCall, in_own_type: dict[str, torch.dtype], rep
 def _in_float64(call: PaddedCall, run: Callable[..., Any], padded: AutoCall | None) -> _Entries:
     """The real entries of a run in float64; nothing that it reads changes."""
     args = call.args if padded is None else padded.filled(call.args)
-    context = replace(call.context, is_padding=None if padded is None else padded.mask)
-    with call.restoring(), entered(context):
+    with call.restoring(), entered(call.context):
         outputs, written = _run_wide(run, call.partition.mutated_inputs, args)
     real = {position: prefix(tensor, call.args[position].shape) for position, tensor in written.items()}
     return call.real_entries(outputs) | {f"written input {position}": tensor for position, tensor in real.items()}

@@ -12,14 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from cgpass.appended import (
-    AppendedInputs,
-    RealSizes,
-    append_real_sizes,
-    attributes_read,
-    count_from_start,
-    lift_attributes,
-)
+from cgpass.appended import AppendedInputs, RealSizes, append_real_sizes, attributes_read, lift_attributes
 from cgpass.callable import CompiledGraph, GraphedCallable
 from cgpass.explain import region_records, report_graph, size_records
 from cgpass.keyrules import calls_collectives, dispatched
@@ -312,7 +305,7 @@ class _Traced:
         if not lists.entries and dynamo.pass_only(graph_module.graph, used):
             floats, used = floats.among(used), list(range(len(used)))
         attributes = lift_attributes(whole, dynamo.attribute_sources(graph_module))  # guard: attributes_undone
-        sizes = append_real_sizes(whole, settings, count_from_start(whole, settings))
+        sizes = append_real_sizes(whole, settings)
         appended = AppendedInputs(attributes, sizes) if attributes or sizes is not None else None
         return cls(whole, lists, floats, used, appended, ends_early, side_effects, key, identity)
 

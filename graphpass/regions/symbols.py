@@ -16,9 +16,6 @@ from graphpass.compat import dynamo, symbolic
 from graphpass.errors import PartitionError
 from graphpass.regions.execute import tensors_in, value_of
 
-REAL_SIZE = "graphpass_real_size"
-"""Key in the metadata of a placeholder that holds the real size of a dimension."""
-
 REAL_SIZES = "graphpass_real_sizes"
 """Key in the metadata of the placeholder that holds the real sizes of all dimensions; every captured region gets it."""
 
@@ -42,7 +39,6 @@ class GraphInput:
     value: Any  #: its metadata: a fake tensor, a symbolic size, or a constant
     marked_dims: frozenset[int] = frozenset()  #: dimensions that the user marked as dynamic
     label: str = ""  #: where Dynamo found it, for reports: ``args[0]``, ``self.layer.weight``; empty if unknown
-    is_real_size: bool = False  #: the backend appended it: the real size of a dimension, also in a padded call
     has_real_sizes: bool = False  #: the backend appended it: the real sizes of all dimensions
     #: The graph gives the tensor another storage (``x.data = new``), perhaps that of ``value``.
     is_exchanged: bool = False
@@ -68,7 +64,6 @@ def graph_inputs(graph: fx.Graph, exchanged: Collection[fx.Node] = ()) -> tuple[
             value_of(node),
             dynamo.marked_dims(node),
             _label(_source_text(node) or ""),
-            REAL_SIZE in node.meta,
             REAL_SIZES in node.meta,
             node in exchanged,
         )
@@ -100,7 +95,7 @@ def _source_name(node: fx.Node) -> str | None:
     """
     text = _source_text(node)
     if text is None:
-        return None if node.meta.keys() & {"grapharg", REAL_SIZE, REAL_SIZES} else str(node.target).lstrip("*")
+        return None if node.meta.keys() & {"grapharg", REAL_SIZES} else str(node.target).lstrip("*")
     if _POSITIONAL.fullmatch(text):
         return _label(text)
     parts = text.removeprefix("L['").removesuffix("']").split("']['") if text.startswith("L['") else []

@@ -29,12 +29,13 @@ from graphpass.regions.padding.sizes import as_size, product
 from graphpass.regions.padding.values import (
     ALL_FINITE,
     COUNT_FROM_START,
+    Approximate,
     Factors,
     PaddedValue,
     Place,
     Sign,
     Size,
-    is_number,
+    is_finite,
     is_zero,
 )
 
@@ -45,9 +46,6 @@ ROW_FOR_EACH_BAG = (
 )
 ArgumentPath: TypeAlias = "tuple[str] | tuple[str, int]"
 """The name of an argument, and a position in it if it is a list."""
-
-FROM_START = "index_from_start"
-"""``where(i < 0, i + n, i)``, as ``patterns`` writes it."""
 
 
 def stays_real(call: OpCall, index: PaddedValue, of_dim: Factors) -> bool:
@@ -197,22 +195,11 @@ def take(call: OpCall) -> PaddedValue:
     value, index = call.tensor("self"), call.tensor("index")
     flat = tuple(size for of_dim in value.factors for size in of_dim)
     result = PaddedValue(index.factors)
-    if not call.sizes.any_padded(flat):
+    if not call.sizes.any_padded(flat) or stays_real(call, index, flat):
         return result
     check_order(call, flat)
     what = "data selects entries of the flattened, padded tensor"
     return call.reached(result, by_contents(what, call.sizes.first_padded(flat), index))
-
-
-def from_start(call: OpCall) -> Returned:
-    """An index that is known not to be negative stays as it is; of others, padding of 0 or more does."""
-    index, length = call.tensor("self"), call.tensor("length")
-    if index.sign is not Sign.UNKNOWN and not length.rank:
-        return index
-    counted = entry_by_entry(call)
-    if length.sign is not Sign.REAL_SIZE or not isinstance(counted, PaddedValue):
-        return counted
-    return counted.with_pads({at: pad for at, pad in index.padding if is_number(pad) and pad >= 0})  # type: ignore[operator]
 
 
 def _check_aligned(call: OpCall, value: PaddedValue, index: PaddedValue, dims: Sequence[int]) -> None:
@@ -244,8 +231,26 @@ def bucketize(call: OpCall) -> PaddedValue:
 # --- writes: RUNTIME if the index or the source is padded along the written dimension
 
 
-def _written(call: OpCall, value: PaddedValue, *reasons: PaddingReason) -> PaddedValue:
-    return call.reached(call.carried(PaddedValue(value.factors), value), *reasons)
+WRITES = words(
+    "index_put _unsafe_index_put scatter scatter_add scatter_reduce index_add index_copy index_fill index_reduce"
+)
+"""Operators that write the entries that an index names."""
+
+
+def _written(
+    call: OpCall, factors: tuple[Factors, ...], source: object, reason: PaddingReason | None = None
+) -> PaddedValue:
+    result = call.carried(PaddedValue(factors), call.tensor("self"))
+    pads = [source.pad_at(place) for place in call.places(source)] if isinstance(source, PaddedValue) else []
+    if not all(map(is_finite, pads)):  # guard: proof_infinities_written
+        result = result.with_pads(dict.fromkeys(call.places(result), Approximate.NOT_FINITE))
+    return result if reason is None else call.reached(result, reason)
+
+
+def drops_padding(call: OpCall, index: PaddedValue, of_dim: Factors) -> bool:
+    """Whether an index names real entries, and in its padding the one behind the last, where a write is cut off."""
+    is_counted = index.counted is not None and stays_real(call, index, of_dim)
+    return is_counted and all(index.pad_at(place) is Approximate.BEHIND for place in call.places(index))
 
 
 def _hide_what_is_added(call: OpCall, source: object) -> str:
@@ -266,11 +271,11 @@ def scatter(call: OpCall) -> PaddedValue:
         _check_aligned(call, source, index, range(index.rank))
     # guard: proof_scattered_by_data
     size = call.sizes.first_padded(value.factors[dim], index.factors[dim]) if value.rank else None
-    if size is None:
-        return _written(call, value)
+    if size is None or drops_padding(call, index, value.factors[dim]):
+        return _written(call, value.factors, source)
     check_order(call, value.factors[dim])
     what, remedy = f"data selects which entries of dimension {dim} are written", _hide_what_is_added(call, source)
-    return _written(call, value, by_contents(what, size, remedy=remedy))
+    return _written(call, value.factors, source, by_contents(what, size, remedy=remedy))
 
 
 def index_add(call: OpCall) -> PaddedValue:
@@ -286,13 +291,14 @@ def index_add(call: OpCall) -> PaddedValue:
             raise call.refuse(f"a source of rows {list(source.factors[dim])} for indices {list(listed)}")
     of_dim: Factors = value.factors[dim] if value.rank else ()
     size = call.sizes.first_padded(of_dim, listed)  # guard: proof_added_by_data
-    result = PaddedValue(tuple(factors))
-    if size is None:
-        return result
+    if size is None or drops_padding(call, index, of_dim):
+        return _written(call, tuple(factors), source)
     check_order(call, of_dim)
     counting = [index] if call.name == "index_fill" and call.sizes.any_padded(of_dim) else []  # the others refuse -1
     what = f"data selects which entries of dimension {dim} are written"
-    return _written(call, result, by_contents(what, size, *counting, remedy=_hide_what_is_added(call, source)))
+    return _written(
+        call, tuple(factors), source, by_contents(what, size, *counting, remedy=_hide_what_is_added(call, source))
+    )
 
 
 def index_put(call: OpCall) -> PaddedValue:
@@ -312,19 +318,27 @@ def index_put(call: OpCall) -> PaddedValue:
         for dim, index in hit.items()
         if index.index is not None and is_whole(index, value.factors[dim])
     }
+    dropped = {dim for dim, index in hit.items() if drops_padding(call, index, value.factors[dim])}
+    walked |= {len(picked) - hit[dim].rank + at for dim in dropped for at, _ in call.places(hit[dim])}
     at_fault = [size for position, of_dim in enumerate(picked) if position not in walked for size in of_dim]
     at_fault += [
-        size for dim, index in hit.items() if not is_whole(index, value.factors[dim]) for size in value.factors[dim]
+        size
+        for dim, index in hit.items()
+        if dim not in dropped and not is_whole(index, value.factors[dim])
+        for size in value.factors[dim]
     ]
     size = call.sizes.first_padded(tuple(at_fault))  # guard: proof_put_by_data
     if size is None:
-        return _written(call, value)
+        return _written(call, value.factors, values)
     for dim in hit:
         check_order(call, value.factors[dim])
     counting = [index for dim, index in hit.items() if call.sizes.any_padded(value.factors[dim])]
     remedy = _hide_what_is_added(call, values)
     return _written(
-        call, value, by_contents("data selects the entries that are written", size, *counting, remedy=remedy)
+        call,
+        value.factors,
+        values,
+        by_contents("data selects the entries that are written", size, *counting, remedy=remedy),
     )
 
 
@@ -370,8 +384,6 @@ def sign_of(call: OpCall, value: PaddedValue, at: int) -> Sign:
 
 
 def _by_operator(call: OpCall, at: int) -> bool:
-    if call.name == FROM_START:
-        return _known(call, "self") or call.tensor("length").sign is Sign.REAL_SIZE  # guard: proof_index_from_elsewhere
     if call.op == "graphpass.neutral":
         return _known(call, "self")
     if not call.op.startswith(("aten.", "prims.")):
@@ -413,7 +425,8 @@ _COUNTS = words("arange iota linspace")
 _RUNNING = words("cumsum cumprod logcumsumexp cummax cummin")
 _BY_POSITION = words("index _unsafe_index index_put _unsafe_index_put _unsafe_masked_index")
 _ALONG_DIM = words(
-    "index_select gather take_along_dim scatter scatter_add scatter_reduce index_add index_copy index_fill index_reduce"
+    "index_select gather take take_along_dim scatter scatter_add scatter_reduce index_add index_copy index_fill",
+    "index_reduce",
 )
 _PROBABILITIES = words("bernoulli binary_cross_entropy binomial multinomial poisson")
 

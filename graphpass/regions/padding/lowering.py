@@ -12,7 +12,8 @@ import torch
 from torch import fx
 
 from graphpass.compat import operators, symbolic
-from graphpass.regions.padding.making import Made
+from graphpass.regions.padding.indexing import WRITES
+from graphpass.regions.padding.making import Made, base_name
 from graphpass.regions.padding.neutral import NEUTRAL, REAL_INDEX, REAL_SIZE
 from graphpass.regions.padding.program import AtenGraph, AtenNode, Ref
 from graphpass.regions.padding.values import Size, operator_named
@@ -45,6 +46,21 @@ def write(
 
 def _placeholders(graph_module: fx.GraphModule) -> list[fx.Node]:
     return list(graph_module.graph.find_nodes(op="placeholder"))
+
+
+def _dims_with_one_more(node: AtenNode, graph: AtenGraph) -> list[int]:
+    """The dimensions along which a node writes by an index that names the entry behind the last."""
+    if base_name(node.op) not in WRITES:
+        return []
+    arguments = dict(node.arguments)
+    dim, listed = arguments.get("dim"), arguments.get("indices", (arguments.get("index"),))
+    along = enumerate(listed) if dim is None else [(dim, listed[0])]
+    return [at for at, index in along if isinstance(index, Ref) and _is_behind(graph, index)]
+
+
+def _is_behind(graph: AtenGraph, index: Ref) -> bool:
+    at = index.index - len(graph.inputs)
+    return at >= 0 and isinstance(dict(graph.nodes[at].arguments).get("fill"), sympy.Basic)
 
 
 def _operands(size: sympy.Basic) -> Sequence[Any]:
@@ -83,7 +99,7 @@ class _Writer:
             own = None if source is None else self._recorded.get(source)
             if source is not None and own is not None and node.op == original.nodes[source].op:
                 self._update(own, node, original.nodes[source])
-                self._values.append(own)
+                self._values.append(self._with_one_more(own, _dims_with_one_more(node, made.graph)))
                 continue
             if source is not None and own is None:
                 self._values.append(None)
@@ -127,6 +143,24 @@ class _Writer:
                 else:
                     own.update_kwarg(argument.name, value)
 
+    def _with_one_more(self, own: fx.Node, dims: Sequence[int]) -> fx.Node:
+        """A write along ``dims`` to a tensor with one entry more, which takes what padding writes and is cut off."""
+        if not dims:
+            return own
+        self._before, self._where = own, {key: one for key, one in own.meta.items() if key != "val"}
+        rank = own.meta["val"].dim()
+        behind = [
+            int(side and rank - 1 - turn in {dim % rank for dim in dims}) for turn in range(rank) for side in (0, 1)
+        ]
+        own.update_arg(0, self.call(aten.constant_pad_nd.default, own.args[0], behind))
+        result, self._before = self._valued(own), own.next
+        users = list(own.users)
+        for dim in dims:
+            result = self.call(aten.slice.Tensor, result, dim, 0, -1)
+        for user in users:
+            user.replace_input_with(own, result)
+        return result
+
     def _is_same(self, new: Any, old: Any) -> bool:
         """Whether an argument of the new record is what the old record's argument is."""
         if isinstance(new, Ref) and isinstance(old, Ref):
@@ -163,7 +197,8 @@ class _Writer:
             number = self.call(prims.convert_element_type.default, self._real(arguments["size"]), shape.dtype)
             return self._places_from(number, *shape.sizes) if shape.sizes else number
         if node.op == REAL_INDEX:
-            return self._index(self._value(arguments["self"]), arguments["size"], wraps=arguments["wraps"])
+            wraps, is_longer = arguments["wraps"], arguments["is_longer"]
+            return self._index(self._value(arguments["self"]), arguments["size"], wraps=wraps, is_longer=is_longer)
         op = operator_named(node.op)
         assert op is not None, "repairs are made of operators that exist"
         args, kwargs = [], {}
@@ -184,7 +219,12 @@ class _Writer:
         real = self._is_real(arguments["size"], tensor.dim() - dim - 1)
         if not arguments["is_outermost"] or arguments["inner"] != 1:
             real = self._spread(arguments["size"], arguments["inner"], value, dim)
-        return self.call(aten.where.self, real, value, self._filling(fill, tensor.dtype))
+        return self.call(
+            aten.where.self,
+            real,
+            value,
+            self._filling(self._padded(fill) if isinstance(fill, sympy.Basic) else fill, tensor.dtype),
+        )
 
     def _is_real_index(self, size: Size, num_dims: int) -> fx.Node:
         """For each index of a padded ``size``, whether it is below the real one; with dimensions of 1 behind."""
@@ -211,10 +251,10 @@ class _Writer:
         dense = self.call(aten.clone.default, wide, memory_format=torch.contiguous_format)
         return self.call(aten.view.default, dense, [whole, *[1] * (value.meta["val"].dim() - dim - 1)])
 
-    def _index(self, index: fx.Node, size: Size, *, wraps: bool) -> fx.Node:
+    def _index(self, index: fx.Node, size: Size, *, wraps: bool, is_longer: bool) -> fx.Node:
         """Indices of a longer dimension: those from the end, and those beyond it, move by the length of its padding."""
         length = self._real(size)
-        padding = self.call(aten.sub.Tensor, self._number(self._padded(size), torch.int32), length)
+        padding = self.call(aten.sub.Tensor, self._number(self._padded(size + int(is_longer)), torch.int32), length)
         beyond = self.call(aten.add.Tensor, index, padding)
         from_start = self.call(aten.where.self, self.call(aten.lt.Tensor, index, length), index, beyond)
         if not wraps:  # guard: made_index_refuses_negatives

@@ -19,7 +19,7 @@ from graphpass.ledger import PaddingFinding
 from graphpass.regions.padding.calls import OpCall, tensors_of
 from graphpass.regions.padding.indexing import ArgumentPath
 from graphpass.regions.padding.interpreter import Walk
-from graphpass.regions.padding.neutral import NEUTRAL, REAL_INDEX, REAL_SIZE
+from graphpass.regions.padding.neutral import NEUTRAL, REAL_INDEX, REAL_SIZE, held_after
 from graphpass.regions.padding.program import GETITEM, AtenGraph, AtenNode, Insertion, Ref, references
 from graphpass.regions.padding.sizes import Sizes, product
 from graphpass.regions.padding.values import (
@@ -29,12 +29,14 @@ from graphpass.regions.padding.values import (
     Place,
     Size,
     TensorShape,
-    cast_pad,
     is_number,
 )
 
 _COMPUTED = (sympy.Symbol, sympy.Integer, sympy.Add, sympy.Mul)
 _FLOOR = "FloorDiv"
+
+Fill: TypeAlias = float | int | bool | sympy.Basic
+"""What padding gets: a number, or the size of the dimension that an index is for."""
 
 Repair: TypeAlias = "Callable[[Operands], None]"
 """Replaces operands of a node by what its operator takes for nothing in their padding."""
@@ -188,14 +190,14 @@ class Making(Walk):
         node = AtenNode(op, tuple(arguments.items()), result, self._where)
         return self._strict(node, None, is_repaired=op.startswith("graphpass::"))
 
-    def filled(self, ref: Ref, places: Sequence[Place], fill: float | int | bool) -> Ref | None:
+    def filled(self, ref: Ref, places: Sequence[Place], fill: Fill) -> Ref | None:
         """The value with ``fill`` in the padding at ``places``; None if a size cannot be computed."""
         value = self._values[ref.index]
         for dim, at in places:
             of_dim = value.factors[dim]
             if not (is_computed(of_dim[at]) and is_computed(product(of_dim[at + 1 :]))):
                 return None
-        held = cast_pad(fill, value.dtype)
+        held = held_after(fill, value.dtype)
         has_no_corners = len(places) < 2 or value.constant is not None
         for place in places:
             value = self._values[ref.index]
@@ -203,7 +205,7 @@ class Making(Walk):
                 ref = self._filled(ref, place, fill)
         return ref
 
-    def _filled(self, ref: Ref, place: Place, fill: float | int | bool) -> Ref:
+    def _filled(self, ref: Ref, place: Place, fill: Fill) -> Ref:
         key = (ref, place, type(fill), fill)
         if key in self._inserted:
             return self._inserted[key]
@@ -226,7 +228,7 @@ class Making(Walk):
         self._inserted[key] = made
         return made
 
-    def _before_expansion(self, ref: Ref, place: Place, fill: float | int | bool) -> Ref | None:
+    def _before_expansion(self, ref: Ref, place: Place, fill: Fill) -> Ref | None:
         """The same, of a tensor before it is expanded along other dimensions; None if it is not expanded."""
         at = ref.index - len(self._graph.inputs)
         if at < 0 or self._nodes[at].op not in ("aten::expand", "aten::expand.default"):
@@ -248,21 +250,23 @@ class Making(Walk):
         value = self._values[ref.index]
         return TensorShape(tuple(product(of_dim) for of_dim in value.factors), value.dtype)
 
-    def counted(self, ref: Ref, size: Size, *, wraps: bool) -> Ref | None:
-        """An index as it counts in the real size of a dimension, 0 in its padding; None if that cannot be computed.
+    def counted(self, ref: Ref, size: Size, *, wraps: bool, is_longer: bool = False) -> Ref | None:
+        """An index as it counts in the real size of a dimension; None if that cannot be computed.
 
+        In its padding it is 0, or with ``is_longer`` the index behind the last entry, for operators that write.
         ``wraps`` says whether negative indices count from the end; otherwise the operator refuses them.
         """
         value: PaddedValue = self._values[ref.index]
         if not is_computed(size) or value.dtype not in (torch.int32, torch.int64):
             return None
-        key = (ref, "counted", size, wraps)
+        key = (ref, "counted", size, wraps, is_longer)
         if key not in self._inserted:
             shape = self.shape_of(ref)
-            self._inserted[key] = self.emit(REAL_INDEX, shape, self=ref, size=size, wraps=wraps)
+            self._inserted[key] = self.emit(REAL_INDEX, shape, self=ref, size=size, wraps=wraps, is_longer=is_longer)
             self.inserted(f"indices that count in the real {size}", size, shape)
         made = self._inserted[key]
-        return self.filled(made, self._sizes.places(self._values[made.index]), 0)
+        fill = sympy.sympify(size) if is_longer else 0
+        return self.filled(made, self._sizes.places(self._values[made.index]), fill)
 
     def real_size(self, size: Size, dtype: torch.dtype) -> Ref | None:
         """The real value of an expression over sizes, as a tensor; None if it cannot be computed."""
@@ -326,7 +330,7 @@ class Operands:
         self.node = replace(self.node, arguments=tuple(arguments.items()))
         self.call = self.making.call_of(self.node)
 
-    def filled(self, path: ArgumentPath, places: Sequence[Place], fill: float | int | bool) -> None:
+    def filled(self, path: ArgumentPath, places: Sequence[Place], fill: Fill) -> None:
         """Fill the padding of an operand at some places."""
         ref = self.argument(*path)
         if isinstance(ref, Ref) and places:

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import sympy
+import torch
+
 from graphpass.regions.padding.calls import OpCall
 from graphpass.regions.padding.sizes import product
-from graphpass.regions.padding.values import PaddedValue, cast_pad, is_number
+from graphpass.regions.padding.values import Approximate, Pad, PaddedValue, cast_pad
 
 NEUTRAL = "graphpass::neutral"
 """``self`` with ``fill`` in the padding of one factor of ``dim``: that of ``size``, with ``inner`` entries inside."""
@@ -18,7 +21,10 @@ REAL_SIZE = "graphpass::real_size"
 """The real value of an expression over sizes, as a 0-d tensor; or the indices from it on, as many as the result has."""
 
 REAL_INDEX = "graphpass::real_index"
-"""Indices into a dimension of ``size`` as they count in the run at the real sizes, where it is shorter."""
+"""Indices into a dimension of ``size`` as they count in the run at the real sizes, where it is shorter.
+
+With ``is_longer`` they index a dimension that has one entry more, which no index but one in padding names.
+"""
 
 
 def neutral(call: OpCall) -> PaddedValue:
@@ -38,11 +44,16 @@ def neutral(call: OpCall) -> PaddedValue:
     ]
     if not matching:
         raise call.refuse(f"the padding of a factor {size} is filled in a dimension of factors {list(of_dim)}", size)
-    place, held = (dim, matching[0]), cast_pad(call.argument("fill"), value.dtype or call.shape.dtype)
+    place, held = (dim, matching[0]), held_after(call.argument("fill"), value.dtype or call.shape.dtype)
     pads = {other: value.pad_at(other) for other in call.places(value)}
-    whole = {other for other in value.whole if is_number(pads[other]) and pads[other] == held}
+    whole = {other for other in value.whole if pads[other] is not None and pads[other] == held}
     made = replace(value, index=None, constant=None).with_pads({**pads, place: held})
     return replace(made, whole=frozenset({*whole, place}))
+
+
+def held_after(fill: float | int | bool | sympy.Basic, dtype: torch.dtype) -> Pad | None:
+    """What padding holds that is filled with a number, or with the size of the dimension that it indexes."""
+    return Approximate.BEHIND if isinstance(fill, sympy.Basic) else cast_pad(fill, dtype)
 
 
 def real_size(call: OpCall) -> PaddedValue:
@@ -57,8 +68,8 @@ def real_size(call: OpCall) -> PaddedValue:
 def real_index(call: OpCall) -> PaddedValue:
     """Real indices select the entries that they select in the run at the real sizes, or none exists in either."""
     value, size = call.tensor("self"), call.argument("size")
-    if not call.padded(size):
+    if not call.padded(size) and not call.argument("is_longer"):
         return value
-    if call.asks_independence:
+    if call.asks_independence and call.padded(size):
         raise call.refuse(f"real entries of {size} are taken to be the first", size)
     return replace(value.with_pads({}), index=None, constant=None, counted=size)

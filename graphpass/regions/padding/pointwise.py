@@ -84,7 +84,7 @@ def broadcast(call: OpCall, value: PaddedValue, factors: Sequence[Factors]) -> P
 
 def cast(call: OpCall) -> PaddedValue:
     """A copy, possibly with another dtype."""
-    return call.tensor("self", "a", "input")
+    return call.tensor("self", "a", "input", "x")
 
 
 def copied(call: OpCall) -> Returned:

@@ -20,7 +20,7 @@ from torch import fx
 
 from graphpass.compat import operators, symbolic
 from graphpass.compat.nnmodules import where_of
-from graphpass.regions.padding.indexing import BAGS, FROM_START, checks_numbers
+from graphpass.regions.padding.indexing import BAGS, checks_numbers
 from graphpass.regions.padding.sizes import as_size, product, quotient
 from graphpass.regions.padding.table import rule_for
 from graphpass.regions.padding.values import ResultShape, Size, TensorShape
@@ -104,7 +104,7 @@ class _Reader:
 
     def __init__(self, graph_module: fx.GraphModule, *, completes_softmax: bool = True) -> None:
         self._module = graph_module
-        always = (_cut_padding, _from_start, _comparison, _bags_of_rows)
+        always = (_cut_padding, _comparison, _bags_of_rows)
         self._patterns = (_softmax, *always) if completes_softmax else always
         self.recorded: dict[int, fx.Node] = {}
         self._at: dict[fx.Node, Any] = {}
@@ -410,21 +410,6 @@ def _cut_padding(node: AtenNode, earlier: _Reader) -> tuple[AtenNode, ...]:
     others = (right for turn, right in enumerate(extended["pad"][1::2]) if len(before.sizes) - 1 - turn != dim)
     unchanged = replace(node, op="aten::alias", arguments=(("self", extended["self"]),))
     return (unchanged,) if all(right == 0 for right in others) else ()
-
-
-def _from_start(node: AtenNode, earlier: _Reader) -> tuple[AtenNode, ...]:
-    """``where(i < 0, i + n, i)`` counts a negative index from the start of a dimension of size n."""
-    if node.op != "aten::where.self":
-        return ()
-    arguments = dict(node.arguments)
-    index = arguments["other"]
-    negative = earlier.arguments_of(arguments["condition"], "aten::lt.Scalar")
-    counted = earlier.arguments_of(arguments["self"], "aten::add.Tensor")
-    if negative.get("self") != index or negative["other"] != 0:
-        return ()
-    if counted.get("self") != index or counted["alpha"] != 1 or earlier.shape_at(counted["other"]) is None:
-        return ()
-    return (replace(node, op=f"graphpass::{FROM_START}", arguments=(("self", index), ("length", counted["other"]))),)
 
 
 def _comparison(node: AtenNode, earlier: _Reader) -> tuple[AtenNode, ...]:

@@ -290,11 +290,7 @@ class _PartitionRun:
 
     def _inputs(self, sizes: Sizes) -> tuple[Abstract, ...]:
         """The abstract inputs of the partition before the first region runs."""
-        values = input_values([_shape_of(given.value) for given in self._parts.inputs], sizes, self._declared)
-        return tuple(
-            replace(value, sign=Sign.REAL_SIZE) if given.is_real_size and isinstance(value, PaddedValue) else value
-            for given, value in zip(self._parts.inputs, values, strict=True)
-        )
+        return input_values([_shape_of(given.value) for given in self._parts.inputs], sizes, self._declared)
 
     def _through(self, region: Region, values: dict[str, Abstract], sizes: Sizes) -> Interpretation:
         """Interpret one region: ``values`` has its inputs, and gets its outputs and what it wrote."""

@@ -12,7 +12,7 @@ import torch
 
 from graphpass.regions.padding import combining
 from graphpass.regions.padding.calls import words
-from graphpass.regions.padding.indexing import index_operands, is_whole, new_places, stays_real
+from graphpass.regions.padding.indexing import WRITES, index_operands, is_whole, new_places, stays_real
 from graphpass.regions.padding.making import Operands, Repair, Repairs, Rewrite, base_name
 from graphpass.regions.padding.program import Ref
 from graphpass.regions.padding.sizes import product
@@ -91,15 +91,24 @@ def _extended(operands: Operands) -> None:
 
 
 def _indices(operands: Operands) -> None:
-    """Indices count in the real size of the dimension that they index; in padding they are 0, which exists."""
+    """Indices count in the real size of the dimension that they index.
+
+    In padding they are 0, which exists, or for a write the index behind the last entry, which is cut off.
+    """
     call, making = operands.call, operands.making
     for path, index, of_dim in index_operands(call):
         ref = operands.argument(*path)
         if not isinstance(ref, Ref) or index.dtype not in (torch.int32, torch.int64):
             continue
-        if is_whole(index, of_dim) or (stays_real(call, index, of_dim) and index.constant is None):
+        writes = call.name in WRITES
+        if is_whole(index, of_dim) or (not writes and stays_real(call, index, of_dim) and index.constant is None):
             continue
-        if call.sizes.any_padded(of_dim):
+        if writes:
+            if call.sizes.is_prefix(of_dim) and (call.sizes.any_padded(of_dim) or call.places(index)):
+                is_longer, wraps = bool(call.places(index)), call.name in _WRAPS
+                counted = making.counted(ref, product(of_dim), wraps=wraps, is_longer=is_longer)
+                operands.replaced(path, counted)  # guard: made_writes
+        elif call.sizes.any_padded(of_dim):
             if not stays_real(call, index, of_dim) and call.sizes.is_prefix(of_dim) and call.name in _READS:
                 counted = making.counted(ref, product(of_dim), wraps=call.name in _WRAPS)
                 operands.replaced(path, counted)  # guard: made_index
@@ -107,8 +116,8 @@ def _indices(operands: Operands) -> None:
             operands.filled(path, new_places(call, index), 0)  # guard: made_bounds
 
 
-_WRAPS = ("index", "_unsafe_index")
-_READS = words("index _unsafe_index gather index_select embedding")
+_WRAPS = words("index _unsafe_index take index_put _unsafe_index_put index_fill")
+_READS = words("index _unsafe_index gather index_select embedding take")
 
 _ATTENTION = words(
     "scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu",

@@ -27,24 +27,7 @@ from graphpass.errors import OptionError, did_you_mean
 from graphpass.regions.padding import attending, combining, indexing, neutral, pointwise, rearranging
 from graphpass.regions.padding.calls import OpCall, PaddingReason, PaddingRule, Returned
 from graphpass.regions.padding.combining import contracts, extremes, mixes, reduces
-from graphpass.regions.padding.values import PaddedValue, is_low, is_zero, operator_named
-
-_MARKED_ROWS = "the forward context marks the padded rows"
-
-
-def _zero_padding(call: OpCall) -> PaddedValue:
-    """The padding of one key field becomes zero: the forward context marks these rows.
-
-    Refused for several padded fields, because the order in which the context counts rows is unknown here.
-    """
-    x, num_dims = call.tensor("x"), call.argument("num_dims")
-    rows = tuple(size for of_dim in x.factors[:num_dims] for size in of_dim)
-    if len(set(call.sizes.fields.values())) != 1 or len(rows) != 1 or not call.padded(rows[0]):
-        raise call.refuse(f"it asks the forward context which of the rows {list(rows)} are padding")
-    call.assumptions.add(_MARKED_ROWS)
-    (place,) = call.places(x, range(num_dims))
-    return x.with_pads({**x.pads, place: 0.0})
-
+from graphpass.regions.padding.values import is_low, is_zero, operator_named
 
 _KEEPS: list[tuple[PaddingRule, str]] = [
     # Pointwise operators without the tag, in torch 2.11 or at all.
@@ -61,12 +44,11 @@ _KEEPS: list[tuple[PaddingRule, str]] = [
     ),
     (
         pointwise.cast,
-        "clone alias detach lift_fresh lift_fresh_copy _to_copy contiguous to positive"
+        "clone alias detach lift_fresh lift_fresh_copy _to_copy contiguous to positive graphpass::zero_padding"
         " | convert_element_type device_put view_of clone",
     ),
     (pointwise.copied, "copy copy_"),
     (pointwise.dropout, "native_dropout dropout"),
-    (_zero_padding, "graphpass::zero_padding"),
     (neutral.neutral, neutral.NEUTRAL),
     (neutral.real_index, neutral.REAL_INDEX),
 ]
@@ -172,7 +154,6 @@ _INDEXES: list[tuple[PaddingRule, str]] = [
     (indexing.gather, "gather take_along_dim"),
     (indexing.take, "take"),
     (indexing.bucketize, "bucketize isin"),
-    (indexing.from_start, f"graphpass::{indexing.FROM_START}"),
     (indexing.scatter, "scatter scatter_add scatter_reduce"),
     (indexing.index_add, "index_add index_copy index_fill index_reduce"),
     (indexing.index_put, "index_put _unsafe_index_put"),

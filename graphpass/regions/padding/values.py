@@ -45,6 +45,7 @@ class Approximate(enum.Enum):
     NONNEGATIVE = "finite numbers, zero or more"
     FINITE = "finite numbers, zero among them"
     NOT_FINITE = "NaN or infinities"
+    BEHIND = "the index behind the last entry, where a write leaves no trace"
 
 
 class Sign(enum.Enum):
@@ -52,7 +53,6 @@ class Sign(enum.Enum):
 
     UNKNOWN = "any"
     NONNEGATIVE = "0 or more"
-    REAL_SIZE = "the real size of a dimension, also in a padded run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +232,8 @@ def by_data(first: Pad | None, second: Pad | None) -> Pad | None:
 
 def cast_pad(pad: Pad | None, dtype: torch.dtype) -> Pad | None:
     """``pad`` cast to ``dtype``; None if the value becomes unknown."""
-    if pad is None:
-        return None
+    if pad is None or pad is Approximate.BEHIND:
+        return pad
     if isinstance(pad, Filled):
         return by_data(cast_pad(pad.of, dtype), cast_pad(pad.fill, dtype))
     if isinstance(pad, Approximate):

@@ -64,6 +64,10 @@ def merged(x: torch.Tensor) -> torch.Tensor:
     return x.flatten(0, 1).softmax(1).sum(0)
 
 
+def zeroed(x: torch.Tensor) -> torch.Tensor:
+    return gp.zero_padding(x, 2).sum(1)
+
+
 def divided(x: torch.Tensor) -> torch.Tensor:
     return x.cumsum(1) / x.shape[1]
 
@@ -74,6 +78,7 @@ MODELS = {
     "attention": (attention, ["proved", "made"]),
     "merged": (merged, ["made", "made"]),
     "divided": (divided, ["proved", "made"]),
+    "zeroed": (zeroed, ["proved", "made"]),
 }
 
 
@@ -325,12 +330,12 @@ def test_a_graph_that_it_does_not_help_is_left_as_it_is(compiled: Make) -> None:
 def test_real_sizes_of_a_users_capture_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture records how they are made; memory that only its replay fills serves no other call."""
     symbol = sympy.Symbol("s0")
-    sizes = appended.RealSizes([], {symbol: (0, 0)}, [symbol], torch.device("cpu"))
+    sizes = appended.RealSizes({symbol: (0, 0)}, torch.device("cpu"))
     x = torch.zeros(3)
     monkeypatch.setattr(appended.memory, "is_capturing_stream", lambda device: True)
-    (captured,) = sizes.of([x])
+    captured = sizes.of([x])
     monkeypatch.undo()
-    (first,), (second,) = sizes.of([x]), sizes.of([x])
+    first, second = sizes.of([x]), sizes.of([x])
     assert captured.tolist() == first.tolist() == [3]
     assert first is second is not captured
 

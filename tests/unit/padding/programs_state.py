@@ -26,6 +26,13 @@ def counted(index: Tensor) -> Tensor:
     return torch.where(index < 0, index + torch.zeros((), dtype=torch.int64), index)
 
 
+def put_and_summed(ones: Tensor) -> Tensor:
+    """The sum of products of zeros and infinities in padding."""
+    zeros = ones - 1
+    rows, columns = (torch.arange(size) for size in ones.shape)
+    return (put(torch.zeros_like(ones), rows[:, None], columns, value=1 / zeros) * zeros).sum(1)
+
+
 STATE = [
     P("counter", "b+ s+", lambda x, step: (x * 2, step.add_(1))),
     P("counter of tokens", "b+ s-", lambda x, step: (x * 2, step.add_(x.shape[1]))[0]),
@@ -97,6 +104,7 @@ INDEX = [
     P("a token of each row", "b+ s?", lambda x, at: x[torch.arange(x.shape[0]), at.abs()]),
     P("a token of each row, from the end", "b+ s-", lambda x, at: x[torch.arange(x.shape[0]), -1 - at]),
     P("a token of each row, from elsewhere", "b+ s-", lambda x, at: x[torch.arange(x.shape[0]), counted(-1 - at)]),
+    P("infinities that are put in a matrix", "b+ s-", put_and_summed),
     P("a token of each row, of unknown sign", "b+ s~", lambda x, at: x[torch.arange(x.shape[0]), at]),
     P("last token by length", "b+ s?", lambda x, lens: x[torch.arange(x.shape[0]), (lens - 1).clamp(min=0)]),
     P("a token of each row, rows shifted", "b- s?", lambda x, at: x[torch.arange(x.shape[0]).flip(0), at % 2]),

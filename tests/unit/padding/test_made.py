@@ -23,6 +23,7 @@ from graphpass.regions.padding import (
     Made,
     Sizes,
     Verdict,
+    indexing,
     input_values,
     made,
     making,
@@ -331,6 +332,8 @@ INDICES = [
     Case("index_select", lambda u, at: u.index_select(0, at), proved=("b",)),
     Case("gather", lambda g, at: g.gather(1, at[:, None]), proved=("b",)),
     Case("embedding by an input", lambda u, at: F.embedding(at, u), proved=("b",)),
+    Case("take", lambda u, at: torch.take(u, at), proved=("b",)),
+    Case("take from the end", lambda u, at: torch.take(u, at - 3), BOTH, ("b",), {"at": counted(-1, 3)}),
     Case("two indices", lambda x, row, pos: x[row, pos]),
     Case("an index of a merged dimension", lambda x, at: x.flatten(0, 1)[at], ("b",)),
     Case("the first greatest", lambda x, ids: x[torch.arange(x.shape[0]), ids.argmax(1)], proved=("b",)),
@@ -343,6 +346,77 @@ INDICES = [
         proved=("b",),
     ),
 ]
+
+# One row for each operator that writes by an index, with padding among what is written and along what is written to.
+
+
+def of_rows(u: Tensor, at: Tensor, how: Callable[..., Any]) -> Tensor:
+    return how(torch.zeros_like(u), 0, at, u[at])
+
+
+def into_ten(x: Tensor, ids: Tensor, **how: Any) -> Tensor:
+    wide = ids[..., None].expand_as(x)
+    return torch.ones(x.shape[0], 11, x.shape[2], dtype=x.dtype).scatter_reduce(1, wide, x, **how)
+
+
+WRITES: dict[str, list[Case]] = {
+    "index_put": [
+        Case("put", lambda u, at: torch.zeros_like(u).index_put((at,), u[at])),
+        Case("put from the end", lambda u, at: torch.zeros_like(u).index_put((-at - 1,), u[:1])),
+        Case(
+            "put and add",
+            lambda u, at: torch.ones_like(u).index_put((at,), u[at].cos(), accumulate=True),
+            contents={"at": counted(-3, 3)},
+        ),
+        Case(
+            "put into a table", lambda ids, x: torch.zeros(11, 8, dtype=x.dtype).index_put((ids,), x, accumulate=True)
+        ),
+        Case("put by two", lambda x, row, pos: torch.zeros_like(x).index_put((row, pos), x[0].cos())),
+        Case(
+            "put by two into a table",
+            lambda x, ids: torch.zeros(x.shape[0], 11, 8, dtype=x.dtype).index_put(
+                (torch.arange(x.shape[0])[:, None], ids), x, accumulate=True
+            ),
+            proved=("b",),
+        ),
+        Case("put a number", lambda u, at: u.index_put((at,), torch.tensor(7.0, dtype=u.dtype)).sum(0)),
+        Case("put of a merged dimension", lambda x, at: x.flatten(0, 1).index_put((at,), x[:, 0]).sum(), ("b",)),
+    ],
+    "_unsafe_index_put": [
+        Case("put without a check", lambda u, at: aten._unsafe_index_put(torch.zeros_like(u), (at,), u[at].cos())),
+    ],
+    "scatter": [
+        Case(
+            "scatter",
+            lambda x, ids: torch.zeros(x.shape[0], 11, 8, dtype=x.dtype).scatter(1, ids[..., None].expand_as(x), 2.5),
+            proved=("b",),
+        ),
+        Case("scatter along a size", lambda g, at: g.scatter(1, at[:, None], g[:, :1] * 2).sum(1), proved=("b",)),
+        Case("scatter along the last", lambda g, at: g.cos().scatter(-1, at[:, None], 3.0)[:, -1], proved=("b",)),
+    ],
+    "scatter_add": [
+        Case(
+            "scatter_add",
+            lambda x, ids: torch.zeros(x.shape[0], 11, 8, dtype=x.dtype).scatter_add(1, ids[..., None].expand_as(x), x),
+            proved=("b",),
+            contents={"x": special},
+        ),
+    ],
+    "scatter_reduce": [
+        Case("scatter the mean", lambda x, ids: into_ten(x, ids, reduce="mean"), proved=("b",)),
+        Case("scatter the product", lambda x, ids: into_ten(x, ids, reduce="prod"), proved=("b",)),
+        Case("scatter the greatest", lambda x, ids: into_ten(x, ids, reduce="amax", include_self=False), proved=("b",)),
+        Case(
+            "scatter the other mean", lambda x, ids: into_ten(x, ids, reduce="mean", include_self=False), proved=("b",)
+        ),
+    ],
+    "index_add": [Case("index_add", lambda u, at: of_rows(u, at, torch.index_add))],
+    "index_copy": [Case("index_copy", lambda u, at: of_rows(u, at, torch.index_copy))],
+    "index_fill": [Case("index_fill", lambda u, at: u.index_fill(0, at, 2.0).sum(0))],
+    "index_reduce": [
+        Case("index_reduce", lambda u, at: aten.index_reduce(u.cos(), 0, at, u[at], "prod", include_self=False)),
+    ],
+}
 
 PRODUCTS = [
     Case("products that a mask hides", lambda x, am: (x * am[..., None]).sum(1) + x.mean(1), proved=("b",)),
@@ -370,7 +444,7 @@ ATTENTION = [
 ]
 
 CASES = (
-    [case for table in (OPERANDS, REWRITES) for cases in table.values() for case in cases]
+    [case for table in (OPERANDS, REWRITES, WRITES) for cases in table.values() for case in cases]
     + INDICES
     + PRODUCTS
     + ATTENTION
@@ -390,6 +464,7 @@ def test_each_row_of_the_tables_has_a_case() -> None:
     of_cuda = {name for name in repairs._ATTENTION if not name.endswith("_for_cpu")}  # tests/gpu
     assert repairs._OPERANDS.keys() - OPERANDS.keys() - {"_convolution"} == of_cuda
     assert repairs._REWRITES.keys() - REWRITES.keys() == of_cuda - {"scaled_dot_product_attention"}
+    assert WRITES.keys() == indexing.WRITES
 
 
 def made_of(function: Callable[..., Any], fields: Mapping[str, str] | None = None) -> tuple[Made | None, Traced]:

@@ -41,13 +41,11 @@ CAUTIOUS = {
 # Rules that no sample calls, by an operator of theirs, and why.
 UNSAMPLED = {
     "aten::empty": "what was never written is equal in no two runs",
-    "graphpass::index_from_start": "no operator but a pattern; test_negative_indices covers it",
     "aten::_scaled_mm": "products of 8-bit numbers need a GPU",
     "aten::mkldnn_rnn_layer": "its last result is undefined; test_programs covers it",
     "graphpass::neutral": "no operator but a repair; test_made covers it",
     "graphpass::real_size": "the same",
     "graphpass::real_index": "the same",
-    "graphpass::zero_padding": "it needs a forward context; test_own_ops covers it",
 }
 
 
