@@ -14,7 +14,7 @@ from graphpass.regions.padding.interpreter import Interpretation, Walk
 from graphpass.regions.padding.making import Made, Making
 from graphpass.regions.padding.program import AtenGraph
 from graphpass.regions.padding.proof import InputsOf, PaddingProof, decided, findings_of_results
-from graphpass.regions.padding.repairs import REPAIRS
+from graphpass.regions.padding.repairs import REPAIRS, ZERO_PADDING
 from graphpass.regions.padding.sizes import Sizes
 
 
@@ -33,7 +33,9 @@ class Asked:
         return result, findings_of_results(result, sizes, inputs, targets, are_cut=self.is_whole)
 
     def is_proved(self, graph: AtenGraph, fields: Collection[str]) -> bool:
-        """Whether these key fields can be padded together in the graph as it is."""
+        """Whether these key fields can be padded together in the graph as it is, and nothing else is asked for."""
+        if any(node.op.startswith(ZERO_PADDING) for node in graph.nodes):
+            return False
         sizes = Sizes({symbol: field for symbol, field in self.fields.items() if field in fields})
         return not self.answer(Walk(graph, sizes, frozenset()), sizes, graph)[1]
 

@@ -292,8 +292,8 @@ def _is_same(pad: object, fill: object) -> bool:
 
 
 def base_name(op: str) -> str:
-    """The name of an operator of torch without its overload; empty for any other."""
-    return op.partition("::")[2].partition(".")[0] if op.startswith(("aten::", "prims::")) else ""
+    """The name of an operator of torch or of ours without its overload; empty for any other."""
+    return op.partition("::")[2].partition(".")[0] if op.startswith(("aten::", "prims::", "graphpass::")) else ""
 
 
 def _items_read(graph: AtenGraph) -> dict[int, frozenset[int]]:

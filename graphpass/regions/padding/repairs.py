@@ -90,6 +90,13 @@ def _extended(operands: Operands) -> None:
         operands.filled(("self",), call.places(value, behind), fill)  # guard: made_behind
 
 
+def _zeroed(operands: Operands) -> None:
+    """Zeros in the rows of padding; the forward context of a call marks others."""
+    call = operands.call
+    dims = range(call.argument("num_dims"))
+    operands.filled(("x",), call.places(call.tensor("x"), dims), 0)  # guard: made_zeroed_rows
+
+
 def _indices(operands: Operands) -> None:
     """Indices count in the real size of the dimension that they index.
 
@@ -124,6 +131,9 @@ _ATTENTION = words(
     "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",
 )
 
+ZERO_PADDING = "graphpass::zero_padding"
+"""The operator that asks for zeros, whether or not another needs them."""
+
 _OPERANDS: Mapping[str, Repair] = {
     name: repair
     for names, repair in (
@@ -141,6 +151,7 @@ _OPERANDS: Mapping[str, Repair] = {
         (" ".join(_ATTENTION), _attended),
         ("convolution _convolution", _convolved),
         ("constant_pad_nd", _extended),
+        (ZERO_PADDING.removeprefix("graphpass::"), _zeroed),
     )
     for name in names.split()
 }
