@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch import fx
 
-from graphpass.compat import dynamo, memory, saving, symbolic
+from graphpass.compat import dynamo, memory, operators, saving, symbolic
 from graphpass.compile.compilers import (
     Compiler,
     GraphTrace,
@@ -190,7 +190,8 @@ class RegionCompiler:
     ) -> CompiledRegions:
         """Compile ``regions`` of one graph, structurally identical ones once; ``tuning`` None: they are not tuned.
 
-        ``waits``: what has no symbolic sizes, and so adds no guards, becomes a :class:`WaitingFunction`.
+        ``waits``: what has no symbolic sizes, and so adds no guards, becomes a :class:`WaitingFunction`; not what calls
+        higher-order operators, such as ``flex_attention``, which without a compiler take more memory.
         """
         chosen = compiler_named(compiler)
         start_s = time.perf_counter()
@@ -321,7 +322,9 @@ def _compiled(
 
     reader = trace(region) if trace is not None and compiler.functionalizes else None
     show = None if reader is None else TraceOnce(reader, graph_module)
-    if waits and show is None and compiler.opaque:
+    # guard: compiled_for_its_operators
+    needs_compiler = any(operators.is_higher_order(node.target) for node in graph_module.graph.nodes)
+    if waits and show is None and compiler.opaque and not needs_compiler:
         configured = dynamo.compiler_configuration()
 
         def compiled() -> Callable[..., Any]:

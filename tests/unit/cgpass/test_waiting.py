@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import graphpass as gp
 from graphpass import GraphRuntime
@@ -52,6 +53,16 @@ def test_a_size_that_recurs_is_compiled_before_its_capture(rt: GraphRuntime) -> 
     assert rt.callables()[0].seconds.compile > 0
     ((_, counts),) = rt.counts().items()
     assert (counts.captured, counts.replayed) == (1, 3)
+
+
+def test_a_higher_order_operator_is_compiled_at_once(rt: GraphRuntime) -> None:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(torch.tanh, x, use_reentrant=False) * 2
+
+    fast, x = torch.compile(call, backend="cgpass", options={"runtime": rt, "dispatch": "auto"}), torch.randn(5, 6)
+    with torch.no_grad():
+        agrees(fast(x), x.tanh() * 2)
+    assert artifacts(rt) == [1]
 
 
 def test_what_is_captured_ahead_is_compiled_at_once() -> None:
