@@ -19,6 +19,7 @@ import functools
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -414,8 +415,7 @@ class CUDAGraphWrapper:
                 made, run = captured.get((mode, key), Row()), replayed.get((mode, key), Row())
                 static_sets = len({tuple(entry.plan.statics.addresses) for entry in self._entries.at(key)})
                 counts = Counts(row.n, made.n, run.n, run.items, static_sets)
-                cost = made.seconds, made.least_s, run.least_s, made.pool_bytes, made.driver_bytes
-                yield RegionUse(self.region, mode, key, counts, *cost)
+                yield RegionUse(self.region, mode, key, counts, replace(made), replace(run))
 
     def counts(self) -> Mapping[BatchDescriptor, Counts]:
         """Warm-ups, captures, replays and copies so far, for each key."""

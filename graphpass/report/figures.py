@@ -191,7 +191,7 @@ def runtime_figures(
             artifacts=stats.artifacts,
             compile_s=CompileSeconds(*map(sum, zip(*map(astuple, spent), strict=True))) if spent else CompileSeconds(),
             graphs=stats.captured,
-            capture_s=sum(use.capture_s for use in uses),
+            capture_s=sum(use.captured.seconds for use in uses),
             pool_bytes=stats.pool_bytes,
             buffer_bytes=stats.buffer_bytes,
             replays=stats.replayed,
@@ -242,8 +242,8 @@ def saved_s(uses: Iterable[RegionUse]) -> float | None:
     found = [
         max(0.0, launch_s - replay_s) * sum(use.counts.replayed for use in of_region)
         for of_region in by_region.values()
-        if math.isfinite(launch_s := min(use.launch_s for use in of_region))
-        and math.isfinite(replay_s := min(use.replay_s for use in of_region))
+        if math.isfinite(launch_s := min(use.captured.least_s for use in of_region))
+        and math.isfinite(replay_s := min(use.replayed.least_s for use in of_region))
     ]
     return sum(found) if found else None
 
@@ -284,9 +284,9 @@ def _key_uses(
             copied=sum(use.counts.copied for use in of_regions),
             real=None if calls is None else calls.real,
             padded=None if calls is None else calls.padded,
-            capture_s=sum(use.capture_s for use in of_regions),
-            pool_bytes=sum(use.pool_bytes for use in of_regions) if is_measured else None,
-            driver_bytes=sum(use.driver_bytes for use in of_regions) if is_measured else None,
+            capture_s=sum(use.captured.seconds for use in of_regions),
+            pool_bytes=sum(use.captured.pool_bytes for use in of_regions) if is_measured else None,
+            driver_bytes=sum(use.captured.driver_bytes for use in of_regions) if is_measured else None,
             padding_s=None if before is None or not is_timed else before.seconds,
         )
 

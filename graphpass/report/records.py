@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass, field
 
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
-from graphpass.ledger import PaddingFinding, Reason
+from graphpass.ledger import PaddingFinding, Reason, Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +128,10 @@ class RegionUse:
     mode: CUDAGraphMode  #: FULL or PIECEWISE
     key: BatchDescriptor  #: the padded shape
     counts: Counts  #: its counts
-    capture_s: float  #: seconds of its captures, warm-ups included
-    #: Host seconds of launching each kernel, the least of its warm-ups and recordings; infinite if there was none.
-    #: A warm-up may load kernels and plan them; a recording finds them ready.
-    launch_s: float
-    replay_s: float  #: host seconds of the replay that followed a capture, the least; infinite if there was none
-    pool_bytes: int = 0  #: growth of the graph pool by its captures, where they were measured
-    driver_bytes: int = 0  #: growth of the driver's memory, for executables, where it was measured
+    #: Its captures: their seconds, warm-ups included; ``least_s`` are the host seconds of launching each kernel, the
+    #: least of its warm-ups and recordings. A warm-up may load kernels and plan them; a recording finds them ready.
+    captured: Row
+    replayed: Row  #: its replays; ``least_s`` is of those that followed a capture
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,7 +259,7 @@ def test_the_time_of_a_launch_is_that_of_the_faster_run(rig: Any, monkeypatch: p
     monkeypatch.setattr(recorder, "time", SimpleNamespace(perf_counter=lambda: now))
     rig.capture(wrapper, X)
     (use,) = rig.runtime.uses()
-    assert (use.launch_s, use.capture_s) == (5.0, 85.0)
+    assert (use.captured.least_s, use.captured.seconds) == (5.0, 85.0)
 
 
 # A capture that fails: state as before, no entry, eager right, and a later capture works.

@@ -14,6 +14,7 @@ from torch import nn
 import graphpass as gp
 from graphpass import BatchDescriptor, CudagraphDispatcher, CudaGraphManager, CUDAGraphMode, InputSpec
 from graphpass.capture import CallableRecord, Counts, RegionId, RegionRecord, RegionUse, RuntimeStats, SizeRecord
+from graphpass.ledger import Row
 from graphpass.report import CountedReason, KeyUse, Reason, Report, ReportFigures
 from graphpass.report.drawing import Bar, Bars, Cell, Columns, Heading, Strip, Table, Text, html_page, print_parts
 from graphpass.report.figures import saved_s
@@ -226,10 +227,8 @@ def test_a_managers_numbers_are_those_of_its_statistics() -> None:
 
 def test_the_time_saved_is_the_host_time_of_a_run_less_that_of_a_replay() -> None:
     def use(region: str, key: int, replayed: int, launch_s: float, replay_s: float) -> RegionUse:
-        counts = Counts(1, 1, replayed, 0, 1)
-        return RegionUse(
-            RegionId("g0", region), CUDAGraphMode.PIECEWISE, BatchDescriptor(key), counts, 9.0, launch_s, replay_s
-        )
+        rows = Counts(1, 1, replayed, 0, 1), Row(1, seconds=9.0, least_s=launch_s), Row(replayed, least_s=replay_s)
+        return RegionUse(RegionId("g0", region), CUDAGraphMode.PIECEWISE, BatchDescriptor(key), *rows)
 
     never = float("inf")
     assert saved_s([]) is None
