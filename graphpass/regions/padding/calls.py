@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import sympy
 
-from graphpass.ledger import PaddingFinding, Verdict
+from graphpass.ledger import PaddingFinding, Reason, Verdict
 from graphpass.regions.padding.sizes import Question, Sizes
 from graphpass.regions.padding.values import (
     Factors,
@@ -38,14 +38,12 @@ _MOST_LETTERS = 160
 REGISTER_RULE = "say what the operator does with padding (graphpass.regions.register_padding_rule)"
 
 
-@dataclass(frozen=True, slots=True)
-class PaddingReason:
-    """Why every entry of an operator's results may differ in a padded run."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaddingReason(Reason):
+    """Why every entry of an operator's results may differ in a padded run: ``why`` is the operator's effect."""
 
-    why: str  #: the operator's effect, for the report: "mean over the padded dimension 1"
     verdict: Verdict = Verdict.UNPROVED  #: RUNTIME if the contents of a call decide, else UNPROVED
     size: Size | None = None  #: the padded size that causes it, if it is known
-    remedy: str = ""  #: a change of the model after which the size can be padded; empty if there is none
 
 
 class Unknown(Exception):  # noqa: N818 - control flow within the rules, never raised to a caller
