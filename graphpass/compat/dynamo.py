@@ -126,11 +126,24 @@ def compilers_of(compiled: Any) -> list[Any]:
     if own is None:
         return []
     backend = innermost_backend(own)
+    others = [innermost_backend(entry.backend) for entry in _entries_of(compiled)]
+    return [backend, *(other for other in others if other == backend)]
+
+
+def _entries_of(compiled: Any) -> list[Any]:
+    """Dynamo's cache entries of a callable's code.
+
+    Where the code of a model is torch's (``nn.Sequential``), they are those of one function of Dynamo's that runs all
+    such models, and their guards tell the models' types apart.
+    """
     code = code_of(compiled)
-    if code is None:
-        return [backend]
-    entries = [innermost_backend(entry.backend) for entry in _cache_entries(code)]
-    return [backend, *(other for other in entries if other == backend)]
+    entries = [] if code is None else _cache_entries(code)
+    wrapper = getattr(getattr(compiled, "forward", None), "_torchdynamo_orig_callable", None)
+    if hasattr(wrapper, "__wrapped__"):
+        checked = f"___check_type_id(L['fn'], {id(type(wrapper.__wrapped__))})"
+        of_torch = _cache_entries(wrapper.__code__)
+        entries += [entry for entry in of_torch if checked in str(entry.guard_manager)]  # guard: copies_of_one_type
+    return entries
 
 
 def compiled_ahead(compiled: Any) -> Any:

@@ -28,9 +28,26 @@ def is_higher_order(target: Any) -> bool:
 
 
 def composite_kernel(operator: Any) -> Callable[..., Any] | None:
-    """The device-independent kernel of a higher-order operator, composed of other ops; None if it has none."""
+    """The device-independent kernel of a higher-order operator, composed of other ops; None if it has none.
+
+    Those that torch has for ``invoke_subgraph`` and ``scan`` refuse to run under a dispatch mode, so their bodies do.
+    """
     kernels: Mapping[Any, Callable[..., Any]] = getattr(operator, "py_kernels", {})
-    return kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
+    kernel = kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
+    return None if kernel is None else _UNDER_MODES.get(getattr(operator, "__name__", ""), kernel)
+
+
+def _subgraph(subgraph: Callable[..., Any], _: str, *operands: Any) -> Any:
+    return subgraph(list(operands)) if getattr(subgraph, "_boxed_call", False) else subgraph(*operands)
+
+
+def _scan(body: Callable[..., Any], init: Any, xs: Any, additional_inputs: Any = ()) -> Any:
+    from torch._higher_order_ops.scan import generic_scan
+
+    return generic_scan(body, init, xs, additional_inputs=additional_inputs)
+
+
+_UNDER_MODES: Mapping[str, Callable[..., Any]] = {"invoke_subgraph": _subgraph, "scan": _scan}
 
 
 def operator_packet(namespace: str, name: str) -> Any | None:

@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import fx
 
-from graphpass.compat import dynamo, symbolic, trees
+from graphpass.compat import dynamo, operators, symbolic, trees
 from graphpass.errors import PartitionError
 from graphpass.ledger import Reason
 from graphpass.regions.analysis import (
@@ -159,7 +159,29 @@ def uncompiled_copy(gm: fx.GraphModule) -> fx.GraphModule:
         )
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
+    _subgraphs_inlined(gm, graph)
     return _Uncompiled(gm, graph)
+
+
+def _subgraphs_inlined(owner: fx.GraphModule, graph: fx.Graph) -> None:
+    """Put in the nodes of each subgraph that Dynamo shares between calls and gives no value (graph deduplication)."""
+    shared = operators.higher_order_operator("invoke_subgraph")
+    for node in graph.nodes:  # those put in are visited, too
+        if node.target is not shared or value_of(node) is not None:
+            continue
+        read, _, *operands = node.args
+        inner = owner.get_submodule(read.target).graph
+        copies = dict(zip(inner.find_nodes(op="placeholder"), operands, strict=True))
+        with graph.inserting_before(node):
+            results: Any = graph.graph_copy(inner, copies)
+        for copied in (copy for original, copy in copies.items() if original.op != "placeholder"):
+            copied.meta.pop("example_value", None)  # that of one call
+        for user in list(node.users):
+            user.replace_all_uses_with(results[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+        if not read.users:
+            graph.erase_node(read)
 
 
 class _Uncompiled(fx.GraphModule):

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo import config as dynamo_config
+from torch._higher_order_ops.invoke_subgraph import mark_compile_region
+from torch._higher_order_ops.scan import scan
 
 from graphpass.compat import operators
 from graphpass.errors import OptionError
@@ -124,3 +126,40 @@ def test_what_cannot_be_registered_is_of_torch() -> None:
         with pytest.raises(OptionError, match="no operator is named"):
             register_padding_rule(name, lambda call: call.fresh())
     assert not operators.is_of_torch("mylib::attention")
+
+
+def running_products(x: torch.Tensor) -> torch.Tensor:
+    return scan(lambda carry, row: (carry + row, carry * row), torch.zeros_like(x[0]), x)[1] * 2
+
+
+@mark_compile_region
+def waved(x: torch.Tensor) -> torch.Tensor:
+    return x.sin() * 2
+
+
+def waved_twice(x: torch.Tensor) -> torch.Tensor:
+    return waved(x) + waved(x + 1)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("model", [running_products, waved_twice])
+def test_bodies_of_higher_order_operators_are_captured(
+    compiled: Make, model: Callable[..., torch.Tensor], compiler: str
+) -> None:
+    fast = compiled(model, compiler=compiler)
+    assert fast.serve([(torch.randn(4, 6),)], passes=4) == 1
+    assert fast.problems == ()
+
+
+def block(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (torch.mul(x, scale).relu() + x).sin()
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_subgraphs_that_dynamo_shares_are_padded_and_captured(compiled: Make, compiler: str) -> None:
+    with dynamo_config.patch(use_graph_deduplication=True):
+        fast = compiled(lambda x, scale: block(block(block(x, scale), scale), scale), dynamic=True, compiler=compiler)
+        calls = [(torch.randn(n, 6), torch.randn(6)) for n in (5, 6, 7, 5, 8)]
+        assert fast.serve(calls, passes=2) == 5
+    assert fast.is_padded
+    assert fast.problems == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import subprocess
@@ -144,6 +145,20 @@ def test_a_compiled_model_can_be_copied_and_starts_without_graphs(options: dict[
             agrees(copied(x), fast(x))
         assert list(copied.state_dict()) == list(fast.fast.state_dict())
     assert fast.captured == 1
+
+
+@pytest.mark.parametrize("model", [Shifted, lambda: nn.Linear(6, 6), lambda: nn.Sequential(Shifted())])
+def test_a_copy_made_before_the_first_call_has_the_runtime_that_serves_it(model: Callable[[], nn.Module]) -> None:
+    compile_it = functools.partial(torch.compile, backend="cgpass", options={"compiler": "eager"})
+    first, other = compile_it(model()), compile_it(nn.ReLU())
+    copied = copy.deepcopy(first)
+    with torch.no_grad():
+        for fast in (first, copied, copied, copied):
+            fast(torch.randn(4, 6))
+    assert runtime_of(copied) is runtime_of(first)
+    assert runtime_of(first).stats().replayed == 3
+    with pytest.raises(OptionError, match="no graphpass runtime"):
+        runtime_of(other)
 
 
 def test_the_runtime_and_its_parameters_go_with_the_model() -> None:
