@@ -138,7 +138,7 @@ def _entries_of(compiled: Any) -> list[Any]:
     """
     code = code_of(compiled)
     entries = [] if code is None else _cache_entries(code)
-    wrapper = getattr(getattr(compiled, "forward", None), "_torchdynamo_orig_callable", None)
+    wrapper: Any = getattr(getattr(compiled, "forward", None), "_torchdynamo_orig_callable", None)
     if hasattr(wrapper, "__wrapped__"):
         checked = f"___check_type_id(L['fn'], {id(type(wrapper.__wrapped__))})"
         of_torch = _cache_entries(wrapper.__code__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -169,8 +169,8 @@ def _subgraphs_inlined(owner: fx.GraphModule, graph: fx.Graph) -> None:
     for node in graph.nodes:  # those put in are visited, too
         if node.target is not shared or value_of(node) is not None:
             continue
-        read, _, *operands = node.args
-        inner = owner.get_submodule(read.target).graph
+        read, _, *operands = cast("tuple[Any, ...]", node.args)
+        inner: Any = owner.get_submodule(read.target).graph
         copies = dict(zip(inner.find_nodes(op="placeholder"), operands, strict=True))
         with graph.inserting_before(node):
             results: Any = graph.graph_copy(inner, copies)
