@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import operator
 import os
 import re
 import traceback
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -570,55 +569,6 @@ def floats_as_tensors(example_inputs: Sequence[Any]) -> Iterator[None]:
         yield
     finally:
         TensorifyState.force_specializations -= floats
-
-
-def compiler_settings() -> tuple[Any, ...]:
-    """All global state that a compiler reads: modes, precision, and the configuration of AOTAutograd and Inductor."""
-    from torch._functorch import config as aot_config
-    from torch._inductor import config as inductor_config
-
-    autocast = tuple(
-        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
-    )
-    return (
-        autocast,
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-        inductor_config.get_hash(),
-        aot_config.get_hash(),
-    )
-
-
-def compiler_configuration() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """What enters the configuration of AOTAutograd and Inductor that holds now, at any later time."""
-    from torch._functorch import config as aot_config
-    from torch._inductor import config as inductor_config
-
-    saved = [(config, config.get_config_copy()) for config in (aot_config, inductor_config)]
-
-    @contextlib.contextmanager
-    def configured() -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for config, values in saved:
-                stack.enter_context(config.patch(values))
-            yield
-
-    return configured
-
-
-def settings_that_are_off(names: Iterable[str]) -> list[str]:
-    """Of these settings of Inductor, dotted names, those that this torch has and that nothing has switched on."""
-    from torch._inductor import config
-
-    off = []
-    for name in names:
-        with contextlib.suppress(AttributeError):
-            if operator.attrgetter(name)(config) is False:
-                off.append(name)
-    return off
 
 
 _trace_structured: Callable[..., None] | None = torch_attribute("_logging.trace_structured")

@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch import fx
 
-from graphpass.compat import dynamo, memory, operators, saving, symbolic
+from graphpass.compat import configuration, dynamo, memory, operators, saving, symbolic
 from graphpass.compile.compilers import (
     Compiler,
     GraphTrace,
@@ -325,7 +325,7 @@ def _compiled(
     # guard: compiled_for_its_operators
     needs_compiler = any(operators.is_higher_order(node.target) for node in graph_module.graph.nodes)
     if waits and show is None and compiler.opaque and not needs_compiler:
-        configured = dynamo.compiler_configuration()
+        configured = configuration.saved_configuration()
 
         def compiled() -> Callable[..., Any]:
             with dynamo.tracing_with(symbolic.fake_mode_of(examples)), configured():  # guard: configured_as_traced

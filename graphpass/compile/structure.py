@@ -17,7 +17,7 @@ import sympy
 import torch
 from torch import fx
 
-from graphpass.compat import dynamo, memory, symbolic
+from graphpass.compat import configuration, memory, symbolic
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class _StructureReader:
         shape_env = symbolic.shape_env_of(values)
         own = tuple(self._symbols)
         key = StructuralKey(
-            compiler=(compiler, *dynamo.compiler_settings()),
+            compiler=(compiler, *configuration.settings_now()),
             ops=ops,
             inputs=inputs,
             outputs=outputs,

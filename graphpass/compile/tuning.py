@@ -18,7 +18,7 @@ import sympy
 import torch
 from torch import fx
 
-from graphpass.compat import dynamo, symbolic
+from graphpass.compat import configuration, symbolic
 from graphpass.compile.compilers import summary
 from graphpass.compile.structure import sharing_of, symbols_of
 from graphpass.context import current_context
@@ -260,7 +260,7 @@ class TunedRegion:
 def _tried(ranges: tuple[int, ...], where: str, progress: bool | None) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, settings) of what is tried, in order, with a progress bar."""
     names = [_STATIC] if ranges and not any(ranges) else []
-    names += dynamo.settings_that_are_off(SETTINGS)
+    names += configuration.settings_that_are_off(SETTINGS)
     with progress_bar(names, progress, desc=f"tuning {where}", unit="variant") as bar:
         for name in bar:
             bar.set_postfix_str(name)
@@ -434,7 +434,7 @@ def _layouts(results: Sequence[torch.Tensor], args: Sequence[Any]) -> list[Any]:
 def _ambient_settings() -> tuple[Any, ...]:
     """The settings that a compiler reads, apart from the modes in which variants are always compiled."""
     with torch.inference_mode(False), torch.no_grad():
-        return dynamo.compiler_settings()
+        return configuration.settings_now()
 
 
 def _range_of(size: int) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.compat import dynamo, nnmodules, saving, symbolic
+from graphpass.compat import configuration, dynamo, nnmodules, saving, symbolic
 from graphpass.compile import CompiledRegion, TunedRegion
 from graphpass.compile.structure import Structure, structure_of
 from graphpass.ledger import Reason
@@ -81,7 +81,7 @@ def _parts(settings: Settings, devices: Iterable[torch.device], ops: Iterable[An
     return {
         **environment(devices),  # guard: saved_environment
         **{name: text_of(value) for name, value in settings.parts().items()},  # guard: saved_options
-        "settings of the compiler": text_of(dynamo.compiler_settings()),  # guard: saved_settings
+        "settings of the compiler": text_of(configuration.settings_now()),  # guard: saved_settings
         **implementations(ops),  # guard: saved_implementations
     }
 

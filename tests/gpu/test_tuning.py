@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import graphpass as gp
-from graphpass.compat import dynamo
+from graphpass.compat import configuration
 from graphpass.compile import tuning
 from tests.gpu.shared import fresh_op
 
@@ -162,4 +162,4 @@ def test_random_numbers_are_not_tuned_and_stay_random() -> None:
 
 
 def test_this_torch_has_the_settings() -> None:
-    assert dynamo.settings_that_are_off(tuning.SETTINGS) == list(tuning.SETTINGS)
+    assert configuration.settings_that_are_off(tuning.SETTINGS) == list(tuning.SETTINGS)

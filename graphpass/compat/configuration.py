@@ -1,0 +1,59 @@
+"""The configuration of the compilers: AOTAutograd's, Inductor's, and torch's own settings that they read."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+
+def settings_now() -> tuple[Any, ...]:
+    """All global state that a compiler reads: modes, precision, and the configuration of AOTAutograd and Inductor."""
+    from torch._functorch import config as aot_config
+    from torch._inductor import config as inductor_config
+
+    autocast = tuple(
+        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
+    )
+    return (
+        autocast,
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        inductor_config.get_hash(),
+        aot_config.get_hash(),
+    )
+
+
+def saved_configuration() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """What enters the configuration of AOTAutograd and Inductor that holds now, at any later time."""
+    from torch._functorch import config as aot_config
+    from torch._inductor import config as inductor_config
+
+    saved = [(config, config.get_config_copy()) for config in (aot_config, inductor_config)]
+
+    @contextlib.contextmanager
+    def configured() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for config, values in saved:
+                stack.enter_context(config.patch(values))
+            yield
+
+    return configured
+
+
+def settings_that_are_off(names: Iterable[str]) -> list[str]:
+    """Of these settings of Inductor, dotted names, those that this torch has and that nothing has switched on."""
+    from torch._inductor import config
+
+    off = []
+    for name in names:
+        with contextlib.suppress(AttributeError):
+            if operator.attrgetter(name)(config) is False:
+                off.append(name)
+    return off
