@@ -113,25 +113,37 @@ def _reach(tensor: torch.Tensor) -> Any:
 
 
 class WaitingFunction:
-    """An artifact that waits for :meth:`compile`; until then the traced region runs."""
+    """The artifact of a graph without symbolic sizes, which waits for :meth:`compile`; until then the graph runs."""
 
     _lock = threading.RLock()  # Inductor compiles one graph at a time
 
-    def __init__(self, traced: Callable[..., Any], compiled: Callable[[], Callable[..., Any]]) -> None:
-        self._function = traced
-        self._compiled: Callable[[], Callable[..., Any]] | None = compiled
+    def __init__(self, graph_module: fx.GraphModule, examples: Sequence[Any], compiler: Compiler) -> None:
+        self._function: Callable[..., Any] = graph_module.forward
+        self._graph: tuple[Any, ...] | None = graph_module, examples, compiler, configuration.saved_configuration()
 
     def __call__(self, *args: Any) -> Any:
         """Run the artifact, or the traced region."""
         return self._function(*args)
 
     def compile(self) -> bool:
-        """Compile it, unless another caller has; returns whether it did."""
+        """Compile it under the configuration of the trace, unless another caller has; returns whether it did."""
         with self._lock:
-            if self._compiled is None:
+            if self._graph is None:
                 return False
-            self._function, self._compiled = self._compiled(), None
+            graph_module, examples, compiler, configured = self._graph
+            # guard: configured_as_traced
+            with dynamo.tracing_with(symbolic.fake_mode_of(examples)), configured():
+                self._function = compiler.compile(own_copy(graph_module), examples)
+            self._graph = None
             return True
+
+
+def _may_wait(structure: Structure, graph_module: fx.GraphModule, compiler: Compiler) -> bool:
+    """Whether a region adds no guards when it is compiled, and needs no compiler to run well."""
+    is_constant = not structure.symbols  # guard: constant_sizes_wait
+    # guard: compiled_for_its_operators
+    needs_compiler = any(operators.is_higher_order(node.target) for node in graph_module.graph.nodes)
+    return is_constant and compiler.opaque and not needs_compiler
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -210,16 +222,9 @@ class RegionCompiler:
             key = (structure.key, tuning is not None, decided, *wanted)
             artifact = self._known.get(key)
             if artifact is None or not _assume(structure, artifact):  # guard: artifact_guards
-                artifact = self._known[key] = _compiled(
-                    region,
-                    structure,
-                    facts,
-                    wanted,
-                    chosen,
-                    trace,
-                    tuning,
-                    waits=waits and not structure.symbols,  # guard: constant_sizes_wait
-                )
+                late = waits and trace is None and _may_wait(structure, region.graph_module, chosen)
+                artifact = _compiled(region, structure, facts, wanted, chosen, trace, tuning, waits=late)
+                self._known[key] = artifact
                 num_new += 0 if isinstance(artifact.function, WaitingFunction) else 1 + len(artifact.sized)
             if trace is not None:
                 if artifact.trace is None:
@@ -298,6 +303,9 @@ def _compiled(
     problem = _uncompilable(compiler, examples, written)
     if problem is not None:
         return _as_traced(graph_module, problem)
+    if waits:
+        late = WaitingFunction(graph_module, examples, compiler)
+        return CompiledRegion(late, compiler.opaque, graph_module.forward, trace=None, written_inputs=written)
 
     def within(
         bounds: Mapping[sympy.Symbol, tuple[int | None, int | None]],
@@ -322,19 +330,8 @@ def _compiled(
 
     reader = trace(region) if trace is not None and compiler.functionalizes else None
     show = None if reader is None else TraceOnce(reader, graph_module)
-    # guard: compiled_for_its_operators
-    needs_compiler = any(operators.is_higher_order(node.target) for node in graph_module.graph.nodes)
-    if waits and show is None and compiler.opaque and not needs_compiler:
-        configured = configuration.saved_configuration()
-
-        def compiled() -> Callable[..., Any]:
-            with dynamo.tracing_with(symbolic.fake_mode_of(examples)), configured():  # guard: configured_as_traced
-                return compiler.compile(own_copy(graph_module), examples)
-
-        function: Callable[..., Any] = WaitingFunction(graph_module.forward, compiled)
-    else:
-        with dynamo.floats_as_tensors(examples):
-            function = compiler.compile(own_copy(graph_module), examples, *([] if show is None else [show]))
+    with dynamo.floats_as_tensors(examples):
+        function = compiler.compile(own_copy(graph_module), examples, *([] if show is None else [show]))
     added = [guard for guard in symbolic.facts_of(structure.shape_env) if guard not in known]
     position, sized = None, list[SizedArtifact | None]()
     if wanted:
