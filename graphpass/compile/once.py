@@ -222,9 +222,10 @@ class RegionCompiler:
             key = (structure.key, tuning is not None, decided, *wanted)
             artifact = self._known.get(key)
             if artifact is None or not _assume(structure, artifact):  # guard: artifact_guards
-                late = waits and trace is None and _may_wait(structure, region.graph_module, chosen)
-                artifact = _compiled(region, structure, facts, wanted, chosen, trace, tuning, waits=late)
-                self._known[key] = artifact
+                if waits and trace is None and _may_wait(structure, region.graph_module, chosen):
+                    artifact = self._known[key] = _waiting(region, chosen)
+                else:
+                    artifact = self._known[key] = _compiled(region, structure, facts, wanted, chosen, trace, tuning)
                 num_new += 0 if isinstance(artifact.function, WaitingFunction) else 1 + len(artifact.sized)
             if trace is not None:
                 if artifact.trace is None:
@@ -285,6 +286,16 @@ def _as_traced(graph_module: fx.GraphModule, problem: str) -> CompiledRegion:
     )
 
 
+def _waiting(region: Any, compiler: Compiler) -> CompiledRegion:
+    graph_module, examples = region.graph_module, inputs_of(region.graph_module)
+    written = WrittenInputs.of(examples, region.mutated_inputs)
+    problem = _uncompilable(compiler, examples, written)
+    if problem is not None:
+        return _as_traced(graph_module, problem)
+    late = WaitingFunction(graph_module, examples, compiler)
+    return CompiledRegion(late, compiler.opaque, graph_module.forward, trace=None, written_inputs=written)
+
+
 def _compiled(
     region: Any,
     structure: Structure,
@@ -293,8 +304,6 @@ def _compiled(
     compiler: Compiler,
     trace: TraceOf | None,
     tuning: Tuning | None,
-    *,
-    waits: bool,
 ) -> CompiledRegion:
     """Compile one region. ``known`` are the facts when its key was computed; later facts become guards."""
     graph_module = region.graph_module
@@ -303,9 +312,6 @@ def _compiled(
     problem = _uncompilable(compiler, examples, written)
     if problem is not None:
         return _as_traced(graph_module, problem)
-    if waits:
-        late = WaitingFunction(graph_module, examples, compiler)
-        return CompiledRegion(late, compiler.opaque, graph_module.forward, trace=None, written_inputs=written)
 
     def within(
         bounds: Mapping[sympy.Symbol, tuple[int | None, int | None]],
