@@ -40,7 +40,8 @@ class AutoRules:
     mode: CUDAGraphMode  #: FULL or PIECEWISE: how keys are captured; NONE where ``off`` says why not
     keys: RecurringKeys  #: the key fields, their ladders, and the keys seen so far
     padded: Mapping[int, PadRule]  #: {position: padding rule} of the inputs that have a padded field among their sizes
-    declared: frozenset[int]  #: positions of the inputs whose padding the user declared
+    declared: frozenset[int]  #: positions of the inputs whose padding the user declared, or a proof relies on
+    fills: Mapping[int, float | int | bool]  #: {position: contents of its padding} where a proof relies on it unasked
     written: tuple[int, ...]  #: positions of the tensors that the graph writes to
     dynamic: tuple[int, ...]  #: positions of the tensors that are neither parameters nor buffers
     #: When padded calls are checked at run time: once for each key, often if the safety of the padding depends on the
@@ -60,7 +61,10 @@ def dispatched(
     """The rules of a compiled graph's dispatcher, and the padding proof that they rely on."""
     sizes = GraphSizes.of(parts, settings)
     outputs = GraphOutputs.of(parts, sizes.layouts)
-    proof = _proof(parts, traces, sizes, settings)
+    fills = _fills(parts, traces)
+    constants = {**fills, **declared_constants(parts, sizes, settings)}
+    fields = {size.symbol: size.name for size in sizes.sizes if size.is_of_calls}
+    proof = prove_partition(parts, traces, fields, constants)
     mode, off = _level(parts, settings)
     off = off or _never_captured(parts, sizes)
     verdicts = list(_verdicts(parts, sizes, outputs, proof, settings))
@@ -70,7 +74,7 @@ def dispatched(
     problems = {verdict.size.name: verdict.problem for verdict in verdicts if verdict.problem and off is None}
     checks: Literal["once", "often"] = "often" if any(verdict.contents_decide for verdict in verdicts) else "once"
     positions = {
-        position: settings.padding.get(parts.inputs[position].shown, "repeat")
+        position: settings.padding.get(parts.inputs[position].shown, fills.get(position, "repeat"))
         for position, layout in sizes.layouts.items()
         if not parts.inputs[position].is_static and symbols_in(layout.shape) & padded
     }
@@ -89,7 +93,8 @@ def dispatched(
             fixed=sizes.fixed,
         ),
         padded=positions,
-        declared=frozenset(p for p in positions if parts.inputs[p].shown in settings.padding),
+        declared=frozenset(p for p in positions if p in fills or parts.inputs[p].shown in settings.padding),
+        fills={position: fill for position, fill in fills.items() if position in positions},
         written=parts.mutated_inputs,
         dynamic=tuple(p for p in sizes.layouts if not parts.inputs[p].is_static),
         checks="never" if settings.padding_check == "off" else checks,
@@ -100,9 +105,15 @@ def dispatched(
     return rules, proof
 
 
-def _proof(parts: Partition, traces: Mapping[str, RegionTrace], sizes: GraphSizes, settings: Settings) -> PaddingProof:
-    constants = declared_constants(parts, sizes, settings)
-    return prove_partition(parts, traces, {s.symbol: s.name for s in sizes.sizes if s.is_of_calls}, constants)
+def _fills(parts: Partition, traces: Mapping[str, RegionTrace]) -> dict[int, float | int | bool]:
+    """{input: what its padding gets instead of repairs}, as the pass over the only region decided."""
+    positions = {given.name: position for position, given in enumerate(parts.inputs)}
+    return {
+        positions[region.inputs[at]]: fill
+        for region in parts.regions
+        if region.name in traces
+        for at, fill in getattr(traces[region.name].result, "fills", ())
+    }
 
 
 def declared_constants(parts: Partition, sizes: GraphSizes, settings: Settings) -> dict[int, float | int | bool | None]:

@@ -19,7 +19,7 @@ from cgpass.sizes import GraphSizes
 from graphpass.compat import symbolic
 from graphpass.options import Settings
 from graphpass.regions.assign import Region
-from graphpass.regions.padding import Asked, AtenGraph, PaddedValue, Sizes, input_values, made, write
+from graphpass.regions.padding import Asked, AtenGraph, PaddedValue, Sizes, fills, input_values, made, write
 from graphpass.regions.padding.values import Approximate
 from graphpass.regions.split import Partition
 from graphpass.regions.symbols import REAL_SIZES
@@ -33,6 +33,7 @@ class PaddingPasses:
     fields: Mapping[sympy.Symbol, str]  #: candidate symbol -> key field
     declared: Mapping[str, float | int | bool | None]  #: input -> what the user says that its padding holds
     entries: Mapping[sympy.Symbol, int]  #: symbol -> its entry in the real sizes; empty if no padding is made
+    free: frozenset[str]  #: the inputs whose padding nobody has decided
 
     @classmethod
     def of(cls, parts: Partition, settings: Settings, entries: Mapping[sympy.Symbol, int]) -> PaddingPasses:
@@ -41,7 +42,8 @@ class PaddingPasses:
         fields = {size.symbol: size.name for size in sizes.sizes if size.is_of_calls and size.symbol in entries}
         constants = declared_constants(parts, sizes, settings)
         declared = {parts.inputs[position].name: constant for position, constant in constants.items()}
-        return cls(parts, fields, declared, {} if parts.never_padded() is not None else entries)
+        free = {given.name for given in parts.inputs if not given.is_static and given.shown not in settings.padding}
+        return cls(parts, fields, declared, {} if parts.never_padded() is not None else entries, frozenset(free))
 
     def __call__(self, region: Region) -> RegionPadding:
         """The pass over one region."""
@@ -52,7 +54,8 @@ class PaddingPasses:
         written = {region.inputs[position] for position in region.mutated_inputs}
         can_make = given.isdisjoint(written)  # guard: made_without_writes
         entries = self.entries if can_make else {}
-        return RegionPadding(region.graph_module, self.fields, entries, declared if is_only else None)
+        free = frozenset(p for p, name in enumerate(region.inputs) if is_only and name in self.free)
+        return RegionPadding(region.graph_module, self.fields, entries, declared if is_only else None, free)
 
 
 class RegionPadding:
@@ -67,11 +70,12 @@ class RegionPadding:
         fields: Mapping[sympy.Symbol, str],
         entries: Mapping[sympy.Symbol, int],
         declared: Mapping[int, float | int | bool | None] | None,
+        free: frozenset[int] = frozenset(),
     ) -> None:
         self._inputs = list(map(symbolic.example_value, region.graph.find_nodes(op="placeholder")))
         self._real_sizes = [p for p, n in enumerate(region.graph.find_nodes(op="placeholder")) if REAL_SIZES in n.meta]
         self._fields, self._entries = fields, entries if self._real_sizes else {}
-        self._declared, self._is_only = declared or {}, declared is not None
+        self._declared, self._is_only, self._free = declared or {}, declared is not None, free
         self.changed: fx.GraphModule | None = None
         self.decisions: tuple[tuple[str, str, str], ...] = ()
         self.key = self._key()
@@ -81,7 +85,7 @@ class RegionPadding:
             return ()
         symbols = list(dict.fromkeys(s for value in self._inputs for s in _symbols_of(value)))
         candidates = tuple((self._entries.get(symbol), symbol in self._fields) for symbol in symbols)
-        return candidates, tuple(sorted(self._declared.items())), self._is_only
+        return candidates, tuple(sorted(self._declared.items())), self._is_only, tuple(sorted(self._free))
 
     def __call__(self, aten: fx.GraphModule) -> AtenGraph:
         """The record of the graph, whose padding is made where that lets more of its sizes be padded."""
@@ -96,13 +100,16 @@ class RegionPadding:
         if not self._entries or not fields:
             return graph
         entries = {inside[symbol]: entry for symbol, entry in self._entries.items() if symbol in inside}
-        asked = Asked(fields, self._inputs_of(graph), self._is_only)
+        asked = Asked(fields, self._inputs_of(graph, {}), self._is_only)
         if asked.is_proved(graph, fields.values()):
             return graph
         decomposed, recorded = AtenGraph.as_decomposed(aten)
         found = made(decomposed, asked, recorded)
         if found is None:
             return graph
+        filled = fills(graph, found, lambda more: Asked(fields, self._inputs_of(graph, more), True), self._free)
+        if filled:  # guard: made_fills
+            return replace(graph, fills=tuple(filled.items()))
         copy, copies = _copied(aten.graph)
         self.changed = fx.GraphModule(aten, copy)
         vector = copies[placeholders[self._real_sizes[0]]]
@@ -111,9 +118,9 @@ class RegionPadding:
         self.decisions = tuple((one.op, one.where, one.what) for one in found.graph.insertions)
         return found.graph
 
-    def _inputs_of(self, graph: AtenGraph) -> Callable[[Sizes], Sequence[Any]]:
+    def _inputs_of(self, graph: AtenGraph, more: Mapping[int, float | int | bool]) -> Callable[[Sizes], Sequence[Any]]:
         def inputs(sizes: Sizes) -> list[Any]:
-            values = input_values(graph.inputs, sizes, self._declared)
+            values = input_values(graph.inputs, sizes, {**self._declared, **more})
             if self._is_only:
                 return list(values)
             return [_anything(value, sizes) if isinstance(value, PaddedValue) else value for value in values]

@@ -10,17 +10,22 @@ import torch
 from torch import Tensor, fx
 
 from graphpass.compat import symbolic
-from graphpass.regions.padding import Asked, AtenGraph, Insertion, Verdict, input_values, made, padding_of, write
+from graphpass.regions.padding import Asked, AtenGraph, Insertion, Verdict, fills, input_values, made, padding_of, write
 
 GARBAGE = (1.0, 1e4, float("nan"), float("inf"), float("-inf"))
 """What the padding of floats holds, or the scale of its random contents."""
 
 
 class MadeGraph:
-    """A graph with repairs, which takes the real sizes as a last input."""
+    """A graph with repairs, which takes the real sizes as a last input; or, where that does, with filled inputs."""
 
     def __init__(
-        self, module: fx.GraphModule, symbols: Mapping[sympy.Symbol, str], declared: Mapping[int, float | int | bool]
+        self,
+        module: fx.GraphModule,
+        symbols: Mapping[sympy.Symbol, str],
+        declared: Mapping[int, float | int | bool],
+        *,
+        fills_inputs: bool = False,
     ) -> None:
         copies: dict[fx.Node, fx.Node] = {}
         own = fx.Graph()
@@ -38,15 +43,26 @@ class MadeGraph:
         self.proved = [name for name, verdict in proof.verdicts.items() if verdict is Verdict.PROVED]
         self.fields = self.proved
         self.insertions: tuple[Insertion, ...] = ()
+        self.fills: dict[int, float | int | bool] = {}  #: input -> what its padding gets
         if len(self.proved) == len(symbols):
             return
         decomposed, recorded = AtenGraph.as_decomposed(self.module)
 
-        def inputs(sizes: Any) -> Any:
-            return input_values(record.inputs, sizes, declared)
+        def asked(more: Mapping[int, float | int | bool]) -> Asked:
+            return Asked(symbols, lambda sizes: input_values(record.inputs, sizes, {**declared, **more}), is_whole=True)
 
-        found = made(decomposed, Asked(symbols, inputs, is_whole=True), recorded)
+        found = made(decomposed, asked({}), recorded)
         if found is None:
+            return
+        if fills_inputs:
+            placeholders = enumerate(module.graph.find_nodes(op="placeholder"))
+            integers = {at for at, node in placeholders if not node.meta["val"].is_floating_point()}
+            self.fills = dict(fills(record, found, asked, integers))
+        if self.fills:
+            self.fields, self.insertions = list(found.fields), found.graph.insertions
+            shapes: list[Any] = [record.inputs[position] for position in self.fills]
+            named = dict(symbols)
+            self._sizes = [[named.get(size) for size in shape.sizes] for shape in shapes]
             return
         entries = {symbol: at for at, symbol in enumerate(symbols)}
         write(self.module, decomposed, recorded, found, (vector, entries))
@@ -58,8 +74,13 @@ class MadeGraph:
         """The outputs for inputs whose real sizes are these."""
         vector = torch.tensor([sizes[name] for name in self.names], dtype=torch.int32)
         torch.default_generator.manual_seed(0)
+        given = [value.clone() for value in inputs]
+        for (position, fill), names in zip(self.fills.items(), getattr(self, "_sizes", ()), strict=True):
+            for dim, name in enumerate(names):
+                if name in sizes:
+                    given[position].narrow(dim, sizes[name], given[position].shape[dim] - sizes[name]).fill_(fill)
         with torch.no_grad():
-            return list(self.module(*(value.clone() for value in inputs), vector))
+            return list(self.module(*given, vector))
 
 
 def filled(real: Tensor, shape: tuple[int, ...], contents: float, generator: torch.Generator) -> Tensor:

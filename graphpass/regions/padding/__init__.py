@@ -57,7 +57,7 @@ from graphpass.regions.padding.calls import (
     PaddingReason,
     PaddingRule,
 )
-from graphpass.regions.padding.deciding import Asked, made
+from graphpass.regions.padding.deciding import Asked, fills, made
 from graphpass.regions.padding.interpreter import Interpretation, input_values, interpret
 from graphpass.regions.padding.lowering import write
 from graphpass.regions.padding.making import Made
@@ -85,6 +85,7 @@ __all__ = [
     "Question",
     "Sizes",
     "Verdict",
+    "fills",
     "ignores_numbers",
     "input_values",
     "interpret",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 
 import torch
@@ -97,7 +98,8 @@ def _check_keys(call: OpCall, query: PaddedValue, keys: Factors, mask: PaddedVal
         # guard: proof_attention_bool_mask, proof_attention_mask
         hides = pad is False if mask.dtype is torch.bool else is_low(pad)
         if hides:
-            call.assumptions.update([ALL_FINITE, VISIBLE_ENTRY, *([LOW_SCORES] if pad is Approximate.MASKED else [])])
+            some_weight = () if pad is False or pad == -math.inf else (VISIBLE_ENTRY,)
+            call.assumptions.update([ALL_FINITE, *some_weight, *([LOW_SCORES] if pad is Approximate.MASKED else [])])
             return
         if not is_causal:
             contents = "" if pad is None else f" (its padding holds {getattr(pad, 'value', pad)})"

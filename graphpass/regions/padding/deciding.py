@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import sympy
+import torch
 from torch import fx
 
 from graphpass.compat import operators
 from graphpass.ledger import PaddingFinding, Verdict
+from graphpass.regions.padding.calls import MOVES
 from graphpass.regions.padding.interpreter import Interpretation, Walk
-from graphpass.regions.padding.making import Made, Making
-from graphpass.regions.padding.program import AtenGraph
+from graphpass.regions.padding.making import Made, Making, base_name
+from graphpass.regions.padding.neutral import NEUTRAL
+from graphpass.regions.padding.pointwise import cast, entry_by_entry
+from graphpass.regions.padding.program import AtenGraph, references
 from graphpass.regions.padding.proof import InputsOf, PaddingProof, decided, findings_of_results
 from graphpass.regions.padding.repairs import REPAIRS, ZERO_PADDING
 from graphpass.regions.padding.sizes import Sizes
+from graphpass.regions.padding.table import rule_for
+from graphpass.regions.padding.values import ALL_FINITE, TensorShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +54,12 @@ class Asked:
             return self.answer(Walk(graph, sizes, frozenset()), sizes, graph)
 
         return _num_proved(decided(self.fields, attempt))
+
+    def is_safe(self, graph: AtenGraph, fields: Collection[str]) -> bool:
+        """Whether these key fields can be padded in the graph as it is, for any contents of real entries."""
+        sizes = Sizes({symbol: field for symbol, field in self.fields.items() if field in fields})
+        run, findings = self.answer(Walk(graph, sizes, frozenset()), sizes, graph)
+        return not findings and run.assumptions <= {ALL_FINITE}  # guard: made_fills_assume_nothing
 
 
 def _num_proved(proof: PaddingProof) -> int:
@@ -82,4 +95,71 @@ def made(graph: AtenGraph, asked: Asked, recorded: Mapping[int, fx.Node]) -> Mad
     fields = [field for field, verdict in proof.verdicts.items() if verdict is Verdict.PROVED]
     is_all = len(fields) == len(asked.fields)
     helps = is_all or len(fields) > asked.num_proved(graph)  # guard: made_where_it_helps
-    return last[0].result() if last[0].insertions and helps else None
+    return last[0].result(tuple(fields)) if last[0].insertions and helps else None
+
+
+_MOST_FILLED = 3
+"""The most inputs for which fills are tried: each costs a walk."""
+
+
+def fills(
+    graph: AtenGraph,
+    repaired: Made,
+    asked: Callable[[Mapping[int, float | int | bool]], Asked],
+    can_fill: Collection[int],
+) -> Mapping[int, float | int | bool]:
+    """What the padding of inputs gets so that a graph needs no repairs; nothing if no such fills are found.
+
+    A fill costs nothing: the buffer of an input is filled anyway. Tried are inputs that a repair reads through
+    operators that move entries or take each by itself, one by one and then together. Padding of other floats repeats
+    real entries, which may be infinite, and zero times infinity is NaN: then repairs are better.
+
+    Args:
+        graph: the graph as it is.
+        repaired: the graph with repairs.
+        asked: the question, with what the padding of some inputs holds.
+        can_fill: positions of the inputs whose padding is not yet decided.
+    """
+    tried: dict[int, list[float | int | bool]] = {}
+    for position in _read_by_repairs(repaired.graph):
+        shape = graph.inputs[position]
+        if position in can_fill and isinstance(shape, TensorShape):
+            is_float = shape.dtype.is_floating_point
+            tried[position] = [-math.inf] if is_float else [False, True] if shape.dtype is torch.bool else [0]
+    if len(tried) > _MOST_FILLED:
+        return {}
+    sizes = Sizes(asked({}).fields)
+    floats = {
+        position
+        for position, shape in enumerate(graph.inputs)
+        if position in can_fill and isinstance(shape, TensorShape) and shape.dtype.is_floating_point
+        if any(map(sizes.padded, shape.sizes))
+    }
+    alone = [{position: fill} for position, numbers in tried.items() for fill in numbers]
+    together = [{position: numbers[0] for position, numbers in tried.items()}] if len(tried) > 1 else []
+    for one in (*alone, *together):
+        if floats <= one.keys() and asked(one).is_safe(graph, repaired.fields):  # guard: made_fills_beside_floats
+            return one
+    return {}
+
+
+def _read_by_repairs(graph: AtenGraph) -> list[int]:
+    """The inputs that selections read; floats only where they are added to others, as a bias is."""
+    first, found = len(graph.inputs), dict[int, None]()
+    seen: set[tuple[int, bool]] = set()
+    left = [(at, False) for at, node in enumerate(graph.nodes, first) if node.op == NEUTRAL]
+    while left:
+        at, is_added = left.pop()
+        if (at, is_added) in seen:
+            continue
+        seen.add((at, is_added))
+        if at < first:
+            shape = graph.inputs[at]
+            if isinstance(shape, TensorShape) and (is_added or not shape.dtype.is_floating_point):
+                found[at] = None
+            continue
+        node = graph.nodes[at - first]
+        if node.op == NEUTRAL or base_name(node.op) in MOVES or rule_for(node.op) in (entry_by_entry, cast):
+            is_added |= base_name(node.op) == "add"
+            left += [(operand, is_added) for operand in references(node.arguments)]
+    return sorted(found)

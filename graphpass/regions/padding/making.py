@@ -61,6 +61,7 @@ class Made:
     graph: AtenGraph
     #: For each node of ``graph`` the position of the node of the original graph that it is; None for a new one.
     sources: tuple[int | None, ...]
+    fields: tuple[str, ...]  #: the key fields that can be padded together
 
 
 class Making(Walk):
@@ -78,11 +79,11 @@ class Making(Walk):
         self._items = _items_read(graph)
         self._where = self._for = ""
 
-    def result(self) -> Made:
-        """The graph that the run made."""
+    def result(self, fields: tuple[str, ...]) -> Made:
+        """The graph that the run made for these key fields."""
         outputs = tuple(self._outputs())
         made = replace(self._graph, nodes=tuple(self._nodes), outputs=outputs, insertions=tuple(self.insertions))
-        return Made(made, tuple(self._sources))
+        return Made(made, tuple(self._sources), fields)
 
     def _outputs(self) -> tuple[Ref | Size | None, ...]:
         return tuple(self._at[output.index] if isinstance(output, Ref) else output for output in self._graph.outputs)

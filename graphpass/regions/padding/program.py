@@ -77,6 +77,8 @@ class AtenGraph:
     outputs: tuple[Ref | Size | None, ...]  #: for each flat output a :class:`Ref`, a number, or None
     symbols: tuple[sympy.Symbol, ...]  #: the symbols of the inputs in order of first occurrence
     insertions: tuple[Insertion, ...] = ()  #: the repairs in it, where its padding is made
+    #: (input, number): what fills the padding of inputs, where that makes repairs unnecessary
+    fills: tuple[tuple[int, float | int | bool], ...] = ()
 
     @staticmethod
     def of(graph_module: fx.GraphModule) -> AtenGraph:
