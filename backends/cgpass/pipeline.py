@@ -140,6 +140,7 @@ def _captured(
     )
     runtime.register(record)
     _note_problems(name, sizes, traced.floats, runtime)
+    _note_unused(name, sizes, compiled, runtime)
     report_graph(record, parts, rules, proof, runtime, settings)
     graph = CompiledGraph(
         record=record,
@@ -388,6 +389,17 @@ def _no_presets(mode: str) -> OptionError:
         found=f"mode={mode!r}",
         remedy="leave mode= out; cgpass captures graphs itself",
     )
+
+
+def _note_unused(name: str, sizes: NamedSizes, compiled: CompiledRegions, runtime: GraphRuntime) -> None:
+    """Say which regions have no artifact for a size that is compiled apart, since other padding is made in it."""
+    wanted, asked = sizes.compiled_apart(), sizes.settings.size_ranges()
+    for region, artifact in compiled.by_name.items():
+        trace = compiled.traces.get(region)
+        is_made = trace is not None and bool(getattr(trace.result, "insertions", ()))
+        if wanted and asked and is_made and artifact.size_position is not None and len(artifact.sized) < len(wanted[1]):
+            why = f"not compiled apart by {asked[0]}: at such a size other padding would be made than at the others"
+            runtime.warn(why, "leave the size out of compile_sizes and compile_ranges", at=f"{name}.{region}")
 
 
 def _note_problems(name: str, sizes: NamedSizes, floats: FloatInputs, runtime: GraphRuntime) -> None:

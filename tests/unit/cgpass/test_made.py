@@ -247,6 +247,8 @@ def test_sizes_that_are_compiled_for_themselves(wanted: dict[str, Any], artifact
     fast.serve(of_calls(SIZES), passes=2)
     assert fast.is_padded
     assert fast.rt.compiled() == artifacts
+    is_told = any("other padding would be made" in problem.what for problem in fast.problems)
+    assert is_told == (artifacts == 1)
 
 
 def test_tuning_says_why_it_does_nothing(compiled: Make) -> None:
