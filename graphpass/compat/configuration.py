@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -35,7 +36,9 @@ def saved_configuration() -> Callable[[], contextlib.AbstractContextManager[None
     from torch._functorch import config as aot_config
     from torch._inductor import config as inductor_config
 
-    saved = [(config, config.get_config_copy()) for config in (aot_config, inductor_config)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of deprecated settings, which torch 2.15 reads there
+        saved = [(config, config.get_config_copy()) for config in (aot_config, inductor_config)]
 
     @contextlib.contextmanager
     def configured() -> Iterator[None]:

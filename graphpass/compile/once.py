@@ -138,11 +138,14 @@ class WaitingFunction:
             return True
 
 
-def _may_wait(structure: Structure, graph_module: fx.GraphModule, compiler: Compiler) -> bool:
-    """Whether a region adds no guards when it is compiled, and needs no compiler to run well."""
-    is_constant = not structure.symbols  # guard: constant_sizes_wait
+def _may_wait(region: Any, structure: Structure, compiler: Compiler) -> bool:
+    """Whether a region adds no guards when it is compiled, needs no compiler to run well, and keeps no state.
+
+    State belongs to steps that recur, and all of them round alike.
+    """
+    is_constant = not structure.symbols and not region.mutated_inputs  # guard: constant_sizes_wait
     # guard: compiled_for_its_operators
-    needs_compiler = any(operators.is_higher_order(node.target) for node in graph_module.graph.nodes)
+    needs_compiler = any(operators.is_higher_order(node.target) for node in region.graph_module.graph.nodes)
     return is_constant and compiler.opaque and not needs_compiler
 
 
@@ -222,7 +225,7 @@ class RegionCompiler:
             key = (structure.key, tuning is not None, decided, *wanted)
             artifact = self._known.get(key)
             if artifact is None or not _assume(structure, artifact):  # guard: artifact_guards
-                if waits and trace is None and _may_wait(structure, region.graph_module, chosen):
+                if waits and trace is None and _may_wait(region, structure, chosen):
                     artifact = self._known[key] = _waiting(region, chosen)
                 else:
                     artifact = self._known[key] = _compiled(region, structure, facts, wanted, chosen, trace, tuning)

@@ -12,7 +12,7 @@ import torch
 import cgpass
 import graphpass as gp
 from graphpass.capture import recorder
-from graphpass.compat import dynamo
+from graphpass.compat import configuration
 from graphpass.compile import once, tuning
 from graphpass.compile.compilers import Compiler
 from graphpass.compile.structure import Structure, structure_of
@@ -77,5 +77,5 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr(once, "compiler_named", lambda name: Compiler(bench.compile, False, False))
     monkeypatch.setattr(recorder, "measurement_on", lambda device: bench)
     monkeypatch.setattr(tuning, "_NUM_REPLAYS", 30)
-    monkeypatch.setattr(dynamo, "settings_that_are_off", list)
+    monkeypatch.setattr(configuration, "settings_that_are_off", list)
     return bench
