@@ -259,7 +259,7 @@ def test_a_capture_is_charged_without_its_tuning(
     monkeypatch.setattr(AutoDispatcher, "first_captured", lambda auto, call, seconds: charged.append(seconds))
     bench.compile_s = 25.0
     captured(layer(), rt)
-    charged.append(sum(use.capture_s for use in rt.uses()))
+    charged.append(sum(use.captured.seconds for use in rt.uses()))
     # The fake clock says 100 s of a capture that took less than a few.
     assert [round(seconds / 100) for seconds in charged] == [-1, -1]
 
