@@ -36,18 +36,24 @@ def saved_configuration() -> Callable[[], contextlib.AbstractContextManager[None
     from torch._functorch import config as aot_config
     from torch._inductor import config as inductor_config
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of deprecated settings, which torch 2.15 reads there
-        saved = [(config, config.get_config_copy()) for config in (aot_config, inductor_config)]
+    saved = [(config, _copy_of(config)) for config in (aot_config, inductor_config)]
 
     @contextlib.contextmanager
     def configured() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for config, values in saved:
-                stack.enter_context(config.patch(values))
+                now = _copy_of(config)
+                stack.enter_context(config.patch({name: one for name, one in values.items() if now[name] != one}))
             yield
 
     return configured
+
+
+def _copy_of(config: Any) -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of deprecated settings, which torch 2.15 reads there
+        copy: dict[str, Any] = config.get_config_copy()
+    return copy
 
 
 def settings_that_are_off(names: Iterable[str]) -> list[str]:
