@@ -169,7 +169,7 @@ def _compared(call: PaddedCall, expected: _Entries) -> PaddingCheck:
     # guard: padding_that_is_not_finite
     fault = _fault_of_contents(call, expected, spreads) or _fault_of_infinities(expected, unpadded)
     if fault is None and not call.amounts:
-        fault = _fault_of_sizes(expected, unpadded(), spreads)
+        fault = _fault_of_sizes(expected, unpadded())
     if fault is not None or not call.amounts:  # guard: padding_against_no_padding
         return PaddingCheck(fault, is_noisy)
     in_own_type: dict[str, torch.dtype] = {}
@@ -201,17 +201,14 @@ def _fault_of_infinities(expected: _Entries, unpadded: Callable[[], _Entries]) -
     return None
 
 
-def _fault_of_sizes(expected: _Entries, unpadded: _Entries, spreads: Mapping[str, float]) -> str | None:
-    """Whether real entries differ from a run without padding by more than rounding, in the graph's own types.
-
-    ``spreads``: the difference of two replays of equal contents, by name.
-    """
+def _fault_of_sizes(expected: _Entries, unpadded: _Entries) -> str | None:
+    """Whether real entries differ from a run without padding by more than rounding, in the graph's own types."""
     for name, one in expected.items():
         other = unpadded[name]
         if one.shape != other.shape:
             return f"{name} has another shape than in a run without padding"
         spread = largest_difference(one, other)
-        if spread <= _SPREADS_ALLOWED * spreads[name]:  # guard: noise_of_replays
+        if not spread:
             continue
         allowed = _OF_ONE_RUN.get(one.dtype, _OF_ONE_RUN_OTHERWISE) if has_fractions(one) else 0.0
         if spread > allowed * _largest(other, one != other):  # guard: padding_against_one_run
