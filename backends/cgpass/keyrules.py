@@ -51,7 +51,7 @@ class AutoRules:
     #: fail for other numbers.
     check_contents: Literal["random", "real"]
     off: Reason | None  #: why no call is captured; None if calls are captured
-    #: (key field, text, remedy) of each size that is not padded, or padded without proof and check
+    #: {key field: why} of each size that is not padded, or padded without proof and check
     unproved: Mapping[str, Reason]
 
 

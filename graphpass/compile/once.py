@@ -139,10 +139,7 @@ class WaitingFunction:
 
 
 def _may_wait(region: Any, structure: Structure, compiler: Compiler) -> bool:
-    """Whether a region adds no guards when it is compiled, needs no compiler to run well, and keeps no state.
-
-    State belongs to steps that recur, and all of them round alike.
-    """
+    """Whether a region adds no guards, needs no compiler to run well, and keeps no state: its steps round alike."""
     is_constant = not structure.symbols and not region.mutated_inputs  # guard: constant_sizes_wait
     # guard: compiled_for_its_operators
     needs_compiler = any(operators.is_higher_order(node.target) for node in region.graph_module.graph.nodes)
@@ -205,8 +202,8 @@ class RegionCompiler:
     ) -> CompiledRegions:
         """Compile ``regions`` of one graph, structurally identical ones once; ``tuning`` None: they are not tuned.
 
-        ``waits``: what has no symbolic sizes, and so adds no guards, becomes a :class:`WaitingFunction`; not what calls
-        higher-order operators, such as ``flex_attention``, which without a compiler take more memory.
+        ``waits``: what adds no guards becomes a :class:`WaitingFunction`; not what writes state, nor what calls
+        higher-order operators, such as ``flex_attention``: without a compiler they take more memory.
         """
         chosen = compiler_named(compiler)
         start_s = time.perf_counter()
@@ -276,11 +273,15 @@ def _assume(structure: Structure, artifact: CompiledRegion) -> bool:
     return symbolic.guard_on(structure.shape_env, structure.own(artifact.guards))
 
 
-def _uncompilable(compiler: Compiler, examples: Sequence[Any], written: WrittenInputs | None) -> str | None:
-    """Why a compiler's artifact would be wrong for inputs like ``examples``, or None."""
+def _prepared(region: Any, compiler: Compiler) -> tuple[list[Any], WrittenInputs | None, str | None]:
+    """The example inputs, the check of those that are written to, and why an artifact would be wrong for them."""
+    examples, problem = inputs_of(region.graph_module), None
+    written = WrittenInputs.of(examples, region.mutated_inputs) if compiler.functionalizes else None
     if compiler.functionalizes and any(map(memory.is_lazy, examples)):  # guard: lazy_inputs
-        return "an input is a lazy conjugate or negative, whose memory compiled code reads as it is"
-    return _WRITES_TO_SHARED if written is not None and written.defeat_compilers(examples) else None
+        problem = "an input is a lazy conjugate or negative, whose memory compiled code reads as it is"
+    elif written is not None and written.defeat_compilers(examples):
+        problem = _WRITES_TO_SHARED
+    return examples, written, problem
 
 
 def _as_traced(graph_module: fx.GraphModule, problem: str) -> CompiledRegion:
@@ -290,9 +291,7 @@ def _as_traced(graph_module: fx.GraphModule, problem: str) -> CompiledRegion:
 
 
 def _waiting(region: Any, compiler: Compiler) -> CompiledRegion:
-    graph_module, examples = region.graph_module, inputs_of(region.graph_module)
-    written = WrittenInputs.of(examples, region.mutated_inputs)
-    problem = _uncompilable(compiler, examples, written)
+    graph_module, (examples, written, problem) = region.graph_module, _prepared(region, compiler)
     if problem is not None:
         return _as_traced(graph_module, problem)
     late = WaitingFunction(graph_module, examples, compiler)
@@ -309,10 +308,7 @@ def _compiled(
     tuning: Tuning | None,
 ) -> CompiledRegion:
     """Compile one region. ``known`` are the facts when its key was computed; later facts become guards."""
-    graph_module = region.graph_module
-    examples = inputs_of(region.graph_module)
-    written = WrittenInputs.of(examples, region.mutated_inputs) if compiler.functionalizes else None
-    problem = _uncompilable(compiler, examples, written)
+    graph_module, (examples, written, problem) = region.graph_module, _prepared(region, compiler)
     if problem is not None:
         return _as_traced(graph_module, problem)
 
