@@ -121,6 +121,20 @@ def fill_parts(parts: PaddingParts) -> None:
             rest.fill_(contents)
 
 
+def fill_padding(buffer: torch.Tensor, real: torch.Tensor, rule: PadRule | None, *, name: str) -> None:
+    """Fill the padding of a buffer whose view ``real`` has the real entries; a rule None leaves it as it is.
+
+    Without real entries, ``"repeat"`` fills with zero.
+    """
+    real_sizes = {dim: size for dim, size in enumerate(real.shape) if size != buffer.shape[dim]}
+    if not real_sizes or rule is None:
+        return
+    if callable(rule):
+        fill_by_function(buffer, real, rule, name=name)
+    else:
+        fill_parts(padding_parts(buffer, real_sizes, rule))
+
+
 def fill_by_function(
     buffer: torch.Tensor, real: torch.Tensor, function: Callable[[torch.Tensor, tuple[int, ...]], Any], *, name: str
 ) -> None:
@@ -217,57 +231,27 @@ def _rows_of(padded: PaddedInput) -> list[torch.Tensor]:
     return [padded.real, *(padded.buffer[-padded.num_repeats :].split(1) if padded.num_repeats else ())]
 
 
-@dataclass(frozen=True, slots=True)
-class PaddedBuffer:
-    """The buffer of one named input at one padded size, for calls of any real size."""
-
-    name: str  #: of the model's argument
-    tensor: torch.Tensor  #: the padded input that the model reads in place
-    dims: Mapping[int, str]  #: {padded dimension: size field}
-    rule: PadRule | None  #: how the padding is filled; None leaves it unchanged
-
-    def real(self, sizes: Mapping[str, int]) -> torch.Tensor:
-        """The view of the buffer's real entries; ``sizes`` has the real size of each field."""
-        view = self.tensor
-        for dim, field in self.dims.items():
-            if view.shape[dim] != sizes[field]:
-                view = view.narrow(dim, 0, sizes[field])
-        return view
-
-    def check(self, value: Any, real: torch.Tensor) -> None:
-        """Refuse a value that ``copy_`` into ``real`` would broadcast, convert or move to another device."""
-        if (
-            isinstance(value, torch.Tensor)
-            and value.shape == real.shape
-            and value.dtype == real.dtype
-            and value.device == real.device
-        ):
-            return
-        tensor = isinstance(value, torch.Tensor)
-        raise ShapeError(
-            f"input {self.name!r} does not fit its buffer",
-            expected=f"{tuple(real.shape)} {real.dtype} on {real.device}",
-            found=f"{tuple(value.shape)} {value.dtype} on {value.device}" if tensor else repr(value)[:200],
-            remedy="pass the unpadded input with the dtype and device of the capture; create another manager for other "
-            "inputs",
-        )
-
-    def fill_padding(self, sizes: Mapping[str, int]) -> None:
-        """Fill the padding, after the real entries were copied; without real entries, ``"repeat"`` fills with zero."""
-        real_sizes = {dim: sizes[field] for dim, field in self.dims.items()}
-        if not callable(self.rule):
-            fill_parts(() if self.rule is None else padding_parts(self.tensor, real_sizes, self.rule))
-        elif any(self.tensor.shape[dim] != size for dim, size in real_sizes.items()):
-            fill_by_function(self.tensor, self.real(sizes), self.rule, name=f"input {self.name!r}")
+def check_fits(name: str, value: Any, target: torch.Tensor) -> None:
+    """Refuse a value for an input that ``copy_`` into ``target`` would broadcast, convert or move to another device."""
+    is_tensor = isinstance(value, torch.Tensor)
+    if is_tensor and (value.shape, value.dtype, value.device) == (target.shape, target.dtype, target.device):
+        return
+    raise ShapeError(
+        f"input {name!r} does not fit its buffer",
+        expected=f"{tuple(target.shape)} {target.dtype} on {target.device}",
+        found=f"{tuple(value.shape)} {value.dtype} on {value.device}" if is_tensor else repr(value)[:200],
+        remedy="pass the unpadded input with the dtype and device of the capture; create another manager for other "
+        "inputs",
+    )
 
 
-def versions_of(buffers: Mapping[str, PaddedBuffer]) -> dict[str, int | None]:
-    """{name: version counter of the buffer's tensor}. Every in-place write increments the counter."""
-    return {name: memory.version_of(buffer.tensor) for name, buffer in buffers.items()}
+def versions_of(buffers: Mapping[str, torch.Tensor]) -> dict[str, int | None]:
+    """{name: version counter of a buffer}. Every in-place write increments the counter."""
+    return {name: memory.version_of(buffer) for name, buffer in buffers.items()}
 
 
-def written_since(buffers: Mapping[str, PaddedBuffer], versions: Mapping[str, int | None]) -> list[str]:
-    """Names of the inputs whose buffers were written to since :func:`versions_of` returned ``versions``."""
+def written_since(buffers: Mapping[str, torch.Tensor], versions: Mapping[str, int | None]) -> list[str]:
+    """Names of the buffers that were written to since :func:`versions_of` returned ``versions``."""
     return [name for name, version in versions_of(buffers).items() if version != versions[name]]
 
 

@@ -47,7 +47,7 @@ from graphpass.ladder.estimate import (
 from graphpass.ladder.modelstate import ModelState
 from graphpass.ladder.traffic import CapturedGraph
 from graphpass.ledger import Reason, why_failed
-from graphpass.paddedinputs import PaddedBuffer, PaddedMemory
+from graphpass.paddedinputs import PaddedMemory, fill_padding
 from graphpass.progress import capture_progress
 
 _log = logging.getLogger("graphpass")
@@ -312,7 +312,6 @@ class EncoderBuffers(PaddedMemory[str]):
 
     def __init__(self, config: EncoderCudaGraphConfig, largest: Sequence[Mapping[str, torch.Tensor]]) -> None:
         self._config = config
-        self._padded: dict[EncoderGraphKey, dict[str, PaddedBuffer]] = {}
         self._views: dict[EncoderGraphKey, dict[str, torch.Tensor]] = {}
         allocated: dict[str, torch.Tensor] = {}
         for example in largest:
@@ -340,7 +339,7 @@ class EncoderBuffers(PaddedMemory[str]):
     def add(self, key: EncoderGraphKey, example: Mapping[str, torch.Tensor]) -> None:
         """Create the buffers of ``key`` with the shapes of ``example`` and copy its contents."""
         _refuse_other_names(example, self._config, "prepare_encoder_cudagraph_capture_inputs")
-        padded = {}
+        views = {}
         for name in self._config.buffer_keys:
             memory, shape = self._memory[name], example[name].shape
             if math.prod(shape) > memory.numel() or example[name].dtype != memory.dtype:
@@ -350,16 +349,13 @@ class EncoderBuffers(PaddedMemory[str]):
                     found=f"{tuple(shape)} of {example[name].dtype}",
                     remedy="let buffers grow with the key, in dimension 0 only",
                 )
-            tensor = memory[: math.prod(shape)].view(shape)
-            tensor.copy_(example[name])
-            padded[name] = PaddedBuffer(name, tensor, {0: name} if shape else {}, self._config.padding.get(name, 0))
-        self._padded[key] = padded
-        self._views[key] = {name: buffer.tensor for name, buffer in padded.items()}
+            views[name] = memory[: math.prod(shape)].view(shape)
+            views[name].copy_(example[name])
+        self._views[key] = views
 
     def clear(self) -> None:
         """Release the memory and the buffers of all keys."""
         self._memory.clear()
-        self._padded.clear()
         self._views.clear()
 
     def of(self, key: EncoderGraphKey) -> Mapping[str, torch.Tensor]:
@@ -371,17 +367,16 @@ class EncoderBuffers(PaddedMemory[str]):
         _refuse_other_names(values, self._config, "prepare_encoder_cudagraph_replay_buffers")
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        partly: list[PaddedBuffer] = []
-        rows: dict[str, int] = {}
-        for name, buffer in self._padded[key].items():
+        partly: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        for name, buffer in self._views[key].items():
             value = values[name]
             if value is None:
                 continue
-            _check(name, value, buffer.tensor, key)
-            rows[name] = value.shape[0] if buffer.dims else 1
-            target = buffer.real(rows)
-            if target is not buffer.tensor:
-                partly.append(buffer)
+            _check(name, value, buffer, key)
+            target = buffer
+            if value.shape != buffer.shape:
+                target = buffer.narrow(0, 0, value.shape[0])
+                partly.append((name, buffer, target))
             if value.device == target.device and value.dtype == target.dtype:
                 targets.append(target)
                 sources.append(value)
@@ -389,8 +384,8 @@ class EncoderBuffers(PaddedMemory[str]):
                 # Pinned memory may be refilled by its owner at any time: only what is staged is copied without waiting.
                 target.copy_(value, non_blocking=not value.is_pinned())
         copy_each(targets, sources)
-        for buffer in partly:  # guard: encoder_padding_rows
-            buffer.fill_padding(rows)
+        for name, buffer, real in partly:  # guard: encoder_padding_rows
+            fill_padding(buffer, real, self._config.padding.get(name, 0), name=f"input {name!r}")
 
 
 def _refuse_other_names(values: Mapping[str, object], config: EncoderCudaGraphConfig, method: str) -> None:

@@ -18,7 +18,7 @@ from graphpass.capture.staging import GroupedCopies, storage_id
 from graphpass.compat import dynamo, memory
 from graphpass.engine.batch import InputSpec
 from graphpass.errors import OptionError, ShapeError
-from graphpass.paddedinputs import PaddedBuffer, PaddedMemory
+from graphpass.paddedinputs import PaddedMemory, check_fits, fill_padding
 
 Sizes = Mapping[str, int]
 
@@ -28,8 +28,8 @@ class PaddedInputs:
     """The model's inputs at one padded shape: views of the persistent buffers."""
 
     sizes: Sizes  #: the padded size of each key field
-    buffers: Mapping[str, PaddedBuffer]  #: {input name: view of its buffer, with its padding rule}
-    arguments: Mapping[str, torch.Tensor]  #: {input name: the same view}, the keyword arguments of the model
+    arguments: Mapping[str, torch.Tensor]  #: {input name: view of its buffer}, the keyword arguments of the model
+    dims: Mapping[str, Mapping[int, str]]  #: {input name: {padded dimension: key field}}
     is_padding: torch.Tensor  #: mask of the padded tokens, bool (num_tokens,), a view that steps update
 
 
@@ -41,7 +41,7 @@ class RealInputs:
         self._spans = spans  # the addresses at which the memory of a buffer starts and ends, sorted
         with torch.inference_mode(False), torch.no_grad():
             #: {input name: view of its real entries}
-            self.targets = {name: buffer.real(sizes) for name, buffer in padded.buffers.items()}
+            self.targets = {name: cut(view, padded.dims[name], sizes) for name, view in padded.arguments.items()}
         self._fit: Callable[..., bool] | None = None
         self._copies: GroupedCopies | None = None
 
@@ -85,9 +85,9 @@ class RealInputs:
                 remedy="pass a tensor for each InputSpec, or inputs=None after writing to the manager's buffers",
             )
         sources = []
-        for (name, target), buffer in zip(self.targets.items(), self.padded.buffers.values(), strict=True):
+        for name, target in self.targets.items():
             value = inputs[name]
-            buffer.check(value, target)
+            check_fits(name, value, target)
             if value.data_ptr() != target.data_ptr() and self._is_own(value):
                 value = value.clone()  # guard: manager_buffers_as_inputs
             sources.append(value)
@@ -120,7 +120,7 @@ class InputBuffers(PaddedMemory[str]):
             )
             self._is_padding = torch.ones(self.largest["num_tokens"] + 1, dtype=torch.bool, device=device)
         #: {input name: its buffer at the largest batch}
-        self.tensors = {name: self._cut(name, self.largest) for name in self._specs}
+        self.tensors = {name: cut(self._memory[name], dims, self.largest) for name, dims in self._dims.items()}
         storages = [memory.untyped_storage() for memory in self._memory.values()]
         ends = ((storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages)
         self._spans = sorted(address for span in ends for address in span)
@@ -134,15 +134,13 @@ class InputBuffers(PaddedMemory[str]):
         """
         known = self._at.get(tuple(sizes.values()))
         if known is None:
-            buffers = {}
+            arguments = {}
             for name, dims in self._dims.items():
-                view = self._cut(name, sizes)
+                view = arguments[name] = cut(self._memory[name], dims, sizes)
                 memory.mark_static_address(view)
                 for dim in dims:
                     dynamo.mark_maybe_dynamic(view, dim)
-                buffers[name] = PaddedBuffer(name, view, dims, self._specs[name].padding)
-            arguments = {name: buffer.tensor for name, buffer in buffers.items()}
-            known = PaddedInputs(dict(sizes), buffers, arguments, self._is_padding[: sizes["num_tokens"]])
+            known = PaddedInputs(dict(sizes), arguments, self._dims, self._is_padding[: sizes["num_tokens"]])
             self._at[tuple(sizes.values())] = known
         return known
 
@@ -165,7 +163,8 @@ class InputBuffers(PaddedMemory[str]):
             if size != self._filled[field]:
                 self._pad_after(field, size)
         for name in self._computed:
-            real.padded.buffers[name].fill_padding(real.sizes)
+            buffer, rule = real.padded.arguments[name], self._specs[name].padding
+            fill_padding(buffer, real.targets[name], rule, name=f"input {name!r}")
 
     def blank(self) -> None:
         """Reset all entries to padding, because an entry of a larger batch may not be valid in a smaller one."""
@@ -199,12 +198,6 @@ class InputBuffers(PaddedMemory[str]):
                         rest.fill_(self._first_value(self._specs[name]))
         self._filled[field] = size
 
-    def _cut(self, name: str, sizes: Sizes) -> torch.Tensor:
-        buffer = self._memory[name]
-        for dim, field in self._dims[name].items():
-            buffer = buffer.narrow(dim, 0, sizes[field])
-        return buffer
-
     @staticmethod
     def _first_value(spec: InputSpec) -> float:
         return spec.padding if isinstance(spec.padding, (bool, int, float)) else 0
@@ -212,6 +205,13 @@ class InputBuffers(PaddedMemory[str]):
     def described(self) -> str:
         """Text for comparing ranks: name, shape at the largest batch, dtype and padded dimensions of each input."""
         return ", ".join(f"{spec.name} {spec.shape} {spec.dtype} {spec.dims()}" for spec in self._specs.values())
+
+
+def cut(buffer: torch.Tensor, dims: Mapping[int, str], sizes: Sizes) -> torch.Tensor:
+    """The view of the first entries of a buffer; ``dims`` has the key field of each dimension to cut."""
+    for dim, field in dims.items():
+        buffer = buffer.narrow(dim, 0, sizes[field])
+    return buffer
 
 
 def _largest(specs: Sequence[InputSpec]) -> dict[str, int]:

@@ -395,9 +395,9 @@ class Model:
                 for call in first:
                     refuse_side_effects(call.callable.side_effects, state)
                 with self.hooked(none):
-                    versions = versions_of(inputs.buffers)
+                    versions = versions_of(inputs.arguments)
                     result = self.compiled(**inputs.arguments)
-                    written = written_since(inputs.buffers, versions)
+                    written = written_since(inputs.arguments, versions)
                     if not scope.reached:
                         raise nothing_reached(f"{sizes['num_tokens']} tokens")
                     self.save_call(inputs, scope.reached)

@@ -22,7 +22,7 @@ from graphpass.capture.scope import ReachedCall, ReachedCallable
 from graphpass.capture.staging import copy_each
 from graphpass.compat import symbolic, trees
 from graphpass.compat.nnmodules import where_of
-from graphpass.engine.buffers import PaddedInputs, Sizes
+from graphpass.engine.buffers import PaddedInputs, Sizes, cut
 from graphpass.errors import CaptureError, ShapeError
 from graphpass.ladder.modelstate import PythonState
 from graphpass.ledger import Reason
@@ -103,9 +103,9 @@ class Recipe:
     def cut(self, index: int, sizes: Sizes) -> Any:
         """The first entries of the buffer of one leaf, as a new tensor object."""
         part = self.buffers[index]
-        for dim, field in self.cuts[index].items():
-            part = part.narrow(dim, 0, sizes[field])
-        return part if self.cuts[index] or not isinstance(part, torch.Tensor) else part.detach()
+        if self.cuts[index]:
+            return cut(part, self.cuts[index], sizes)
+        return part.detach() if isinstance(part, torch.Tensor) else part
 
     def views(self, sizes: Sizes) -> list[Any]:
         """The leaves of the result at these sizes, views of the buffers, for :meth:`result`."""
@@ -234,7 +234,7 @@ class FollowedSizes:
     def __init__(self, inputs: PaddedInputs) -> None:
         self._padded = inputs.sizes
         #: {id of a tensor: {dimension: key field}, or why an output has dimensions of unknown meaning}
-        self.dims: dict[int, Dims | str] = {id(buffer.tensor): buffer.dims for buffer in inputs.buffers.values()}
+        self.dims: dict[int, Dims | str] = {id(view): inputs.dims[name] for name, view in inputs.arguments.items()}
 
     def symbols_of(self, call: ReachedCall) -> GraphSymbols:
         """The symbols of the next graph, which may not have returned; its outputs are known afterwards."""

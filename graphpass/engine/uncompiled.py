@@ -55,9 +55,7 @@ def proved_uncompiled(model: Any, inputs: PaddedInputs, declared: Collection[Any
     if not isinstance(model, torch.nn.Module):
         return None
     modules = modules_of(model)
-    dims = {
-        name: [dim for dim, of in buffer.dims.items() if of == "num_tokens"] for name, buffer in inputs.buffers.items()
-    }
+    dims = {name: [dim for dim, of in dims.items() if of == "num_tokens"] for name, dims in inputs.dims.items()}
     try:
         with restoring_python_state(modules):  # guard: uncompiled_state
             graph, symbol, fake_mode = symbolic.aten_graph_of(model, inputs.arguments, dims)
