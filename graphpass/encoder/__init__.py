@@ -1,7 +1,8 @@
 """Whole-encoder CUDA graphs: images of any size are packed and padded to one of several token budgets."""
 
+from graphpass.encoder.costs import PackingCosts
 from graphpass.encoder.options import generate_budgets, smallest_fitting_budget
-from graphpass.encoder.planner import PackedBatch, PackingCosts, pack_items
+from graphpass.encoder.planner import PackedBatch, pack_items
 from graphpass.encoder.protocol import (
     EncoderAxis,
     EncoderCudaGraphConfig,

@@ -12,6 +12,7 @@ only needs what an item adds to an eager call beyond that: :attr:`EncoderCosts.s
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,14 +21,30 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from graphpass.encoder.planner import PackingCosts, one_by_one, replay_cost
 from graphpass.encoder.protocol import EncoderGraphKey, EncoderItemSpec
+from graphpass.errors import EncoderConfigError
 from graphpass.ladder.traffic import timed_s
 
 _TIMED_SIZES, _TIMED_EAGERLY = 12, 6  # an eager call takes several times as long as a replay
 _FILLED = 0.95
 """Examples of other items are compared if they have at least this share of the usual example's tokens."""
 _NEVER_S = 1e6
+_KEPT_COSTS = 1 << 14
+"""Number of token counts whose cost of an eager call is cached."""
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+TokenCosts = Callable[[Ints], Floats]
+"""Costs of eager calls with these token counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackingCosts:
+    """Costs of replays and eager calls, in the same unit."""
+
+    replay: Mapping[int, float]  #: {budget: cost of one replay}
+    eager: Callable[[int], float]  #: the cost of one eager call as a function of its output tokens
+    #: maximum output tokens of an eager call over several items; None: the largest budget. A single item may have more.
+    max_eager_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +58,7 @@ class EagerCurve:
     tokens: tuple[int, ...]  #: measured sizes in output tokens, ascending
     seconds: tuple[float, ...]  #: duration at each size, not descending
 
-    def __call__(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    def __call__(self, tokens: Ints) -> Floats:
         """Seconds of a call with each of ``tokens``."""
         between = np.interp(tokens, self.tokens, self.seconds)
         return between * np.maximum(1, tokens / self.tokens[-1])
@@ -54,9 +71,9 @@ class ItemCosts:
     each_s: float = 0.0  #: for every item
     square_s: float = 0.0  #: for the square of each frame's patches
 
-    def __call__(self, patches: npt.NDArray[np.int64], frames: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    def __call__(self, patches: Ints, frames: Ints) -> Floats:
         """Seconds of items with each of ``patches`` in each of ``frames`` frames."""
-        found: npt.NDArray[np.float64] = self.each_s + self.square_s * (patches**2 / np.maximum(1, frames))
+        found: Floats = self.each_s + self.square_s * (patches**2 / np.maximum(1, frames))
         return found
 
     def of_call(self, load: Load) -> float:
@@ -95,7 +112,7 @@ class EncoderCosts:
     replay: Mapping[EncoderGraphKey, float]  #: {key: cost of one replay}, without what its items add
     #: {group of :func:`graphpass.encoder.protocol.group_of`: function from output tokens to costs}, without what the
     #: items add
-    eager: Mapping[object, Callable[[npt.NDArray[np.int64]], npt.NDArray[np.float64]]]
+    eager: Mapping[object, TokenCosts]
     #: {group: what an item adds to an eager call, beyond what it adds to a replay}; groups that are missing have no
     #: surcharges
     surcharges: Mapping[object, ItemCosts] = field(default_factory=dict)
@@ -115,6 +132,32 @@ class _Timing:
     load: Load
     replay_s: float
     eager_s: float
+
+
+def one_by_one(eager: Callable[[int], float]) -> TokenCosts:
+    """A vectorised ``eager``, which is called once for each distinct token count."""
+    known = functools.lru_cache(_KEPT_COSTS)(eager)
+
+    def costs(tokens: Ints) -> Floats:
+        counts, places = np.unique(tokens, return_inverse=True)
+        found: Floats = np.fromiter(map(known, counts.tolist()), np.float64, len(counts))[places]
+        return found
+
+    return costs
+
+
+def replay_cost(budget: int, cost: PackingCosts | None) -> float:
+    """The cost of a replay of ``budget``; 0 without costs."""
+    if cost is None:
+        return 0.0
+    if budget not in cost.replay or not 0 <= cost.replay[budget] < math.inf:
+        raise EncoderConfigError(
+            f"budget {budget} has no cost",
+            expected=f"a finite cost of at least 0 of one replay for every budget, including {budget}",
+            found=f"costs {dict(cost.replay)}",
+            remedy="measure every budget, or pack without costs",
+        )
+    return float(cost.replay[budget])
 
 
 ExampleOf = Callable[[EncoderGraphKey, int | None], TimedExample]

@@ -19,9 +19,9 @@ from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.staging import copy_each
 from graphpass.capture.wrapper import CUDAGraphWrapper
 from graphpass.context import ForwardContext, entered, set_forward_context
-from graphpass.encoder.costs import EncoderCosts, Load, TimedExample, measured_costs
+from graphpass.encoder.costs import EncoderCosts, Load, PackingCosts, TimedExample, measured_costs
 from graphpass.encoder.options import EncoderOptions
-from graphpass.encoder.planner import BatchPlanner, PackingCosts
+from graphpass.encoder.planner import BatchPlanner
 from graphpass.encoder.protocol import (
     EncoderCudaGraphConfig,
     EncoderGraphKey,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from graphpass.compile import COMPILERS
-from graphpass.encoder.planner import PackingCosts
+from graphpass.encoder.costs import PackingCosts
 from graphpass.encoder.protocol import EncoderCudaGraphConfig, EncoderGraphKey
 from graphpass.errors import EncoderConfigError, is_integer, is_seconds
 from graphpass.paddedinputs import is_rule

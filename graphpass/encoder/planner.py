@@ -18,30 +18,23 @@ import itertools
 import math
 import operator
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from graphpass.encoder.costs import EncoderCosts, Floats, PackingCosts, TokenCosts, one_by_one, replay_cost
 from graphpass.encoder.protocol import EncoderCudaGraphConfig, EncoderGraphKey, EncoderItemSpec, group_of, grouped
 from graphpass.errors import EncoderConfigError
-
-if TYPE_CHECKING:
-    from graphpass.encoder.costs import EncoderCosts
 
 Sizes = npt.NDArray[np.int64]
 """[dimension, item]: sizes that add up in a batch, tokens first, then the other sizes that graphs limit."""
 Places = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
-TokenCosts = Callable[[Sizes], Floats]
-"""Costs of eager calls with these token counts."""
 Planned: TypeAlias = tuple[tuple[int, ...], Any]
 """The places of a batch's items, and the key to replay; None for an eager call."""
 
-_KEPT_COSTS = 1 << 14
-"""Number of token counts whose cost of an eager call is cached."""
 _KEPT_PLANS, _KEPT_ITEMS = 256, 256
 LONGEST, SHORTEST = 128, 8
 """Bounds on the items of a batch: up to the first number of items a plan is optimal."""
@@ -56,16 +49,6 @@ class PackedBatch:
     items: tuple[int, ...]  #: indices of the items, the smallest item first
     tokens: int  #: sum of their output tokens
     budget: Any  #: the budget to replay, of a manager's batch its key; None: the batch runs eagerly
-
-
-@dataclass(frozen=True, slots=True)
-class PackingCosts:
-    """Costs of replays and eager calls, in the same unit."""
-
-    replay: Mapping[int, float]  #: {budget: cost of one replay}
-    eager: Callable[[int], float]  #: the cost of one eager call as a function of its output tokens
-    #: maximum output tokens of an eager call over several items; None: the largest budget. A single item may have more.
-    max_eager_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,32 +318,6 @@ def _prefix_sums(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 def _groups(items: Sequence[Any], cuts: Places) -> list[tuple[Any, ...]]:
     """The runs of ``items`` between ``cuts``."""
     return [tuple(items[start:end]) for start, end in itertools.pairwise(cuts.tolist())]
-
-
-def one_by_one(eager: Callable[[int], float]) -> TokenCosts:
-    """A vectorised ``eager``, which is called once for each distinct token count."""
-    known = functools.lru_cache(_KEPT_COSTS)(eager)
-
-    def costs(tokens: Sizes) -> Floats:
-        counts, places = np.unique(tokens, return_inverse=True)
-        found: Floats = np.fromiter(map(known, counts.tolist()), np.float64, len(counts))[places]
-        return found
-
-    return costs
-
-
-def replay_cost(budget: int, cost: PackingCosts | None) -> float:
-    """The cost of a replay of ``budget``; 0 without costs."""
-    if cost is None:
-        return 0.0
-    if budget not in cost.replay or not 0 <= cost.replay[budget] < math.inf:
-        raise EncoderConfigError(
-            f"budget {budget} has no cost",
-            expected=f"a finite cost of at least 0 of one replay for every budget, including {budget}",
-            found=f"costs {dict(cost.replay)}",
-            remedy="measure every budget, or pack without costs",
-        )
-    return float(cost.replay[budget])
 
 
 class BatchPlanner:

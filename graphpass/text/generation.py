@@ -107,7 +107,7 @@ class Generation:
         self._pending: StepPlan | None = None
         self._open: set[Request] = set()
         if self._adapters is not None:
-            self._adapters.watch(self)
+            self._adapters.watch(self.adapters_in_use)
 
     def check(self, request: Request) -> None:
         """Refuse a request that can never run.

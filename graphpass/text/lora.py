@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,9 +31,6 @@ from graphpass.dispatch.keys import LoraKeys
 from graphpass.engine.batch import Batch, InputSpec
 from graphpass.errors import OptionError, ShapeError, did_you_mean, positive
 from graphpass.regions.padding import OpCall, PaddedValue, register_padding_rule
-
-if TYPE_CHECKING:
-    from graphpass.text.generation import Generation
 
 ADD_LORA = "graphpass::add_lora"
 NO_ADAPTER = -1
@@ -95,7 +92,7 @@ class LoraAdapters:
             setattr(model.get_submodule(owner), attribute, layer)
         self._slot_of: dict[str, int] = {}
         self._free = list(range(max_loras))[::-1]
-        self._generations: weakref.WeakSet[Generation] = weakref.WeakSet()
+        self._uses: list[weakref.WeakMethod[Callable[[], Collection[str | None]]]] = []
 
     @property
     def loaded(self) -> tuple[str, ...]:
@@ -162,7 +159,7 @@ class LoraAdapters:
             OptionError: the adapter is not loaded, or an open request uses it.
         """
         slot = self.slot_of(name)
-        if any(name in generation.adapters_in_use() for generation in self._generations):  # guard: lora_in_use
+        if any(name in in_use() for use in self._uses if (in_use := use()) is not None):  # guard: lora_in_use
             raise OptionError(
                 f"adapter {name!r} is in use",
                 expected="an adapter that no open request of a Generation uses",
@@ -222,9 +219,9 @@ class LoraAdapters:
         order = [*used, *(slot for slot in range(self.max_loras) if slot not in used)]
         return np.array(slots, dtype=np.int64), np.array(order, dtype=np.int64), len(used)
 
-    def watch(self, generation: Generation) -> None:
-        """Refuse to unload adapters that open requests of ``generation`` have, as long as this object exists."""
-        self._generations.add(generation)
+    def watch(self, in_use: Callable[[], Collection[str | None]]) -> None:
+        """Refuse to unload adapters that ``in_use``, a bound method, returns, as long as its object exists."""
+        self._uses = [use for use in (*self._uses, weakref.WeakMethod(in_use)) if use() is not None]
 
     def _blank(self, slot: int) -> None:
         for layer in self.layers.values():

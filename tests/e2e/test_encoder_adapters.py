@@ -16,9 +16,9 @@ from torch._dynamo.utils import compilation_time_metrics
 
 import graphpass as gp
 from graphpass.encoder.adapters import adapter_for
+from graphpass.encoder.costs import PackingCosts
 from graphpass.encoder.manager import EncoderCudaGraphManager
 from graphpass.encoder.options import EncoderOptions
-from graphpass.encoder.planner import PackingCosts
 from graphpass.encoder.protocol import EncoderGraphKey, EncoderOutput
 from graphpass.errors import OptionError
 from tests.e2e.hugging_face import CPU, difference

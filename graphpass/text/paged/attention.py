@@ -19,6 +19,7 @@ from graphpass.report import KernelUse
 from graphpass.text.paged.cache import (
     FIRST_LIVE_PAGE,
     SCRATCH_PAGE,
+    FixedMetadata,
     PageAllocator,
     PagedKVCache,
     PagedLayer,
@@ -33,7 +34,7 @@ from graphpass.text.paged.kernels import (
     flash_obstacle,
     write_fault,
 )
-from graphpass.text.paged.op import PAGED_ATTENTION, FixedMetadata, PagedMetadata
+from graphpass.text.paged.op import PAGED_ATTENTION, PagedMetadata
 from graphpass.text.paged.tables import Step, TableLayout, Tables, check_fits, pinned_memory
 
 _MAX_DECODE_QUERY_LEN = 8
@@ -189,8 +190,8 @@ class PagedAttention:
         owned = self._by_key.get(key)
         if owned is None:
             owned = self._key_tables(key, step)
-        owned.metadata.layout.check(step)
-        owned.metadata.layout.fill(owned.host_tables, step)
+        owned.metadata.keys.layout.check(step)
+        owned.metadata.keys.layout.fill(owned.host_tables, step)
         host = pinned_memory(len(owned.host), torch.int32, device)
         host.numpy()[:] = owned.host
         owned.flat.copy_(host, non_blocking=True)
@@ -272,16 +273,14 @@ class PagedAttention:
         new: NewTensor = self._new_tensor if key is None else self._shared_tensor
         keys: BatchedKeys | FlashKeys
         if self._kernels.in_place or layout.num_keys:
-            keys = FlashKeys.empty(layout, new)
+            keys = FlashKeys.empty(layout, self._fixed, new)
         else:
-            keys = BatchedKeys.empty(layout, self.cache.dtype, len(self._fixed.masks), new)
+            keys = BatchedKeys.empty(layout, self._fixed, new)
         tables = layout.views(flat, torch.int64)
         return PagedMetadata(
             **tables,
-            layout=layout,
             # Padded tokens of a uniform key belong to unused requests, whose result is zero anyway.
             is_padded=key is not None and not key.uniform,
-            fixed=self._fixed,
             keys=keys,
             writes_in_one_kernel=key is not None and self._write_fault is None,
         )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from graphpass.dispatch.sizes import round_up
-from graphpass.errors import OptionError, OutOfPagesError, is_integer, positive
+from graphpass.errors import OptionError, OutOfPagesError, ShapeError, is_integer, positive
 
 NULL_PAGE, SCRATCH_PAGE, FIRST_LIVE_PAGE = 0, 1, 2
 
@@ -313,3 +313,42 @@ class PagedKVCache:
         after = memory[round_up(keys.numel(), _ALIGNMENT) :]
         values = after[: slots * heads * layer.dim_of_values].view(slots, heads, layer.dim_of_values)
         return LayerMemory(keys, values, None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FixedMetadata:
+    """Metadata that is equal for all steps over one cache."""
+
+    cache: PagedKVCache
+    longest: int  #: the longest sequence; a limit of a mask at least as large is none
+    masks: tuple[LayerMask, ...]  #: the different masks of the layers, within ``longest``
+    mask_of: tuple[int, ...]  #: for each layer the index of its mask
+    numbers: torch.Tensor  #: 0, 1, 2..., int32
+    value_offsets: torch.Tensor  #: 0, and the number of slots; int64 [2, 1, 1]
+
+    @classmethod
+    def of(cls, cache: PagedKVCache, longest: int, numbers: torch.Tensor) -> FixedMetadata:
+        """For sequences of at most ``longest`` tokens over this cache."""
+        of_layers = [LayerMask() if layer is None else layer.mask.within(longest) for layer in cache.layers]
+        masks = tuple(sorted({mask for mask, layer in zip(of_layers, cache.layers, strict=True) if layer is not None}))
+        return cls(
+            cache=cache,
+            longest=longest,
+            masks=masks,
+            mask_of=tuple(masks.index(mask) if mask in masks else 0 for mask in of_layers),
+            numbers=numbers,
+            value_offsets=torch.tensor([0, cache.num_slots], device=cache.device).view(2, 1, 1),
+        )
+
+    def layer(self, number: int) -> tuple[PagedLayer, LayerMemory]:
+        """A layer, and its keys and values; raises ShapeError if the cache has no such layer."""
+        layers = self.cache.layers
+        layer, memory = (layers[number], self.cache.memories[number]) if 0 <= number < len(layers) else (None, None)
+        if layer is None or memory is None:
+            raise ShapeError(
+                "the KV cache has no such layer",
+                expected=f"one of layers {[n for n, known in enumerate(layers) if known is not None]}",
+                found=str(number),
+                remedy="create the cache with as many layers as the model has",
+            )
+        return layer, memory

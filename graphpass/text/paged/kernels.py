@@ -18,7 +18,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -26,11 +25,8 @@ import torch.nn.functional as F
 from graphpass.compat import operators
 from graphpass.ops import kernel_fault
 from graphpass.report import KernelUse
-from graphpass.text.paged.cache import LayerMask, LayerMemory, PagedKVCache, PagedLayer
-from graphpass.text.paged.tables import TableLayout
-
-if TYPE_CHECKING:
-    from graphpass.text.paged.op import PagedMetadata
+from graphpass.text.paged.cache import FixedMetadata, LayerMask, LayerMemory, PagedKVCache, PagedLayer
+from graphpass.text.paged.tables import TableLayout, Tables
 
 NewTensor = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
 """``f(name, shape, dtype)``: uninitialised memory."""
@@ -58,6 +54,8 @@ class Scores:
 class BatchedKeys:
     """The keys of each request in a separate row, padded to the longest length."""
 
+    layout: TableLayout
+    fixed: FixedMetadata
     #: slots of keys, and of values in the same layer's memory, int64 [2, requests, length]; the null page's first slot
     #: for positions not reached
     slots: torch.Tensor
@@ -66,40 +64,42 @@ class BatchedKeys:
     token_places: torch.Tensor  #: of mixed batches: the place of each token, int64 [tokens]
 
     @classmethod
-    def empty(cls, layout: TableLayout, dtype: torch.dtype, num_masks: int, new: NewTensor) -> BatchedKeys:
+    def empty(cls, layout: TableLayout, fixed: FixedMetadata, new: NewTensor) -> BatchedKeys:
         """Memory for steps of one layout."""
         reqs, queries, length = layout.num_reqs, layout.max_query_len, layout.max_seq_len
         is_mixed = layout.query_len is None
         return cls(
+            layout,
+            fixed,
             slots=new("slots", (2, reqs, length), torch.int64),
-            bias=new("bias", (num_masks, reqs, queries, length), dtype),
+            bias=new("bias", (len(fixed.masks), reqs, queries, length), fixed.cache.dtype),
             query_rows=new("query_rows", (reqs, queries) if is_mixed else (0, 0), torch.int64),
             token_places=new("token_places", (layout.num_tokens if is_mixed else 0,), torch.int64),
         )
 
-    def prepare(self, metadata: PagedMetadata) -> None:
+    def prepare(self, tables: Tables[torch.Tensor]) -> None:
         """Compute the tensors for this step, on the device."""
-        numbers = metadata.fixed.numbers
+        numbers = self.fixed.numbers
         _, num_reqs, length = self.slots.shape
         positions = numbers[:length]
-        page_size = metadata.layout.page_size
-        slots = torch.add(numbers[:page_size], metadata.block_tables.unsqueeze(-1), alpha=page_size).view(
+        page_size = self.layout.page_size
+        slots = torch.add(numbers[:page_size], tables.block_tables.unsqueeze(-1), alpha=page_size).view(
             num_reqs, length
         )
-        slots.mul_(positions < metadata.seq_lens.unsqueeze(1))  # guard: paged_null_page
-        torch.add(slots, metadata.fixed.value_offsets, out=self.slots)
+        slots.mul_(positions < tables.seq_lens.unsqueeze(1))  # guard: paged_null_page
+        torch.add(slots, self.fixed.value_offsets, out=self.slots)
         places = numbers[: self.bias.shape[2]]
         # Unused requests see the null page: a softmax over nothing would be NaN.
-        own = (metadata.first_positions.unsqueeze(1) + places).unsqueeze(-1)
-        for bias, mask in zip(self.bias, metadata.fixed.masks, strict=True):
+        own = (tables.first_positions.unsqueeze(1) + places).unsqueeze(-1)
+        for bias, mask in zip(self.bias, self.fixed.masks, strict=True):
             bias.fill_(-math.inf).masked_fill_(mask.visible(own, positions), 0.0)
-        if metadata.layout.query_len is None:
-            torch.add(metadata.query_start_loc[:-1].unsqueeze(1), places, out=self.query_rows)
-            self.query_rows.clamp_(max=metadata.layout.num_tokens - 1)
-            self.token_places.copy_(metadata.token_rows).clamp_(min=0)
+        if self.layout.query_len is None:
+            torch.add(tables.query_start_loc[:-1].unsqueeze(1), places, out=self.query_rows)
+            self.query_rows.clamp_(max=self.layout.num_tokens - 1)
+            self.token_places.copy_(tables.token_rows).clamp_(min=0)
 
     def attend(
-        self, metadata: PagedMetadata, memory: LayerMemory, query: torch.Tensor, scores: Scores, mask: int
+        self, tables: Tables[torch.Tensor], memory: LayerMemory, query: torch.Tensor, scores: Scores, mask: int
     ) -> torch.Tensor:
         """Attention of queries [tokens, heads, head_dim] over a layer's keys and values, with the mask of this index.
 
@@ -108,7 +108,7 @@ class BatchedKeys:
         """
         num_reqs, queries = self.bias.shape[1:3]
         keys, values = memory.gather(self.slots)
-        is_mixed = metadata.layout.query_len is None
+        is_mixed = self.layout.query_len is None
         if is_mixed:
             query = query.index_select(0, self.query_rows.view(-1))
         num_kv_heads = keys.shape[2]
@@ -131,6 +131,8 @@ class BatchedKeys:
 class FlashKeys:
     """The keys of each request, copied or in their page, as flash attention reads them; for plain scores alone."""
 
+    layout: TableLayout
+    fixed: FixedMetadata
     #: slots of the keys to copy, and of their values in the same layer's memory, int64 [2, keys]; None: each request's
     #: keys are read in place, from its one page
     slots: torch.Tensor | None
@@ -139,43 +141,45 @@ class FlashKeys:
     query_bounds: torch.Tensor
 
     @classmethod
-    def empty(cls, layout: TableLayout, new: NewTensor) -> FlashKeys:
+    def empty(cls, layout: TableLayout, fixed: FixedMetadata, new: NewTensor) -> FlashKeys:
         """Memory for steps of one layout."""
         count, is_uniform = layout.num_reqs + 1, layout.query_len is not None
         return cls(
+            layout,
+            fixed,
             slots=new("slots", (2, layout.num_keys), torch.int64) if layout.num_keys else None,
             starts=new("starts", (0 if layout.num_keys else count,), torch.int32),
             query_bounds=new("query_bounds", (count if is_uniform else 0,), torch.int32),
         )
 
-    def prepare(self, metadata: PagedMetadata) -> None:
+    def prepare(self, tables: Tables[torch.Tensor]) -> None:
         """Compute the tensors for this step, on the device."""
-        layout, fixed = metadata.layout, metadata.fixed
+        layout, fixed = self.layout, self.fixed
         if self.slots is not None:
-            torch.add(metadata.key_slots, fixed.value_offsets.view(2, 1), out=self.slots)
+            torch.add(tables.key_slots, fixed.value_offsets.view(2, 1), out=self.slots)
             return
         self.starts.zero_()
-        torch.mul(metadata.block_tables[:, 0], layout.page_size, out=self.starts[:-1])
+        torch.mul(tables.block_tables[:, 0], layout.page_size, out=self.starts[:-1])
         if layout.query_len is not None:
             torch.mul(fixed.numbers[: len(self.query_bounds)], layout.query_len, out=self.query_bounds)
 
     def attend(
-        self, metadata: PagedMetadata, memory: LayerMemory, query: torch.Tensor, scores: Scores, mask: int
+        self, tables: Tables[torch.Tensor], memory: LayerMemory, query: torch.Tensor, scores: Scores, mask: int
     ) -> torch.Tensor:
         """Attention as :meth:`BatchedKeys.attend`.
 
         Unused requests of a uniform batch have no keys, so their rows are zero. Results of padded rows of a mixed batch
         are undefined.
         """
-        layout = metadata.layout
+        layout = self.layout
         # guard: paged_unused_in_place
-        bounds = metadata.query_start_loc if layout.query_len is None else self.query_bounds
+        bounds = tables.query_start_loc if layout.query_len is None else self.query_bounds
         if self.slots is None:
             keys, values, starts, longest = memory.keys, memory.values, self.starts, layout.limit
         else:
-            (keys, values), starts, longest = memory.gather(self.slots), metadata.key_start_loc, layout.max_seq_len
-        sequences = operators.PackedSequences(bounds, starts, metadata.seq_lens, layout.max_query_len, longest)
-        window = metadata.fixed.masks[mask].window
+            (keys, values), starts, longest = memory.gather(self.slots), tables.key_start_loc, layout.max_seq_len
+        sequences = operators.PackedSequences(bounds, starts, tables.seq_lens, layout.max_query_len, longest)
+        window = self.fixed.masks[mask].window
         return operators.flash_attention(query, keys, values, sequences, scale=scores.scale, causal_window=window)
 
 

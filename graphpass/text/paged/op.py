@@ -10,9 +10,9 @@ import torch
 from graphpass.context import get_forward_context, is_forward_context_available
 from graphpass.errors import ContextError, ShapeError
 from graphpass.regions.padding import OpCall, PaddedValue, register_padding_rule
-from graphpass.text.paged.cache import LayerMask, LayerMemory, PagedKVCache, PagedLayer
+from graphpass.text.paged.cache import FixedMetadata, PagedLayer
 from graphpass.text.paged.kernels import BatchedKeys, FlashKeys, Scores
-from graphpass.text.paged.tables import TableLayout, Tables
+from graphpass.text.paged.tables import Tables
 
 PAGED_ATTENTION = "graphpass::paged_attention"
 NO_WINDOW = -1
@@ -32,6 +32,51 @@ class AttentionCall:
     scores: Scores
     window: int  #: the sliding window that the layer passes; 0: it passes none
 
+    def check(self, fixed: FixedMetadata, layer: PagedLayer, num_tokens: int) -> None:
+        """Raise ShapeError if tensors, sliding window or scores are not those of the layer."""
+        self._check_tensors(layer, fixed.cache.dtype, num_tokens)
+        declared = fixed.masks[fixed.mask_of[self.layer]].window
+        passed = self.window if self.window < fixed.longest else 0
+        if self.window and passed != declared:
+            raise ShapeError(
+                f"layer {self.layer} passes a sliding window that its cache was not created for",
+                expected=f"{declared}" if declared else "none",
+                found=str(self.window),
+                remedy="create the cache with the layer's mask: PagedLayer(..., mask=LayerMask(window=4096))",
+            )
+        if layer.is_plain and not self.scores.is_plain:
+            raise ShapeError(
+                f"layer {self.layer} uses a soft cap or sinks that its cache was not created for",
+                expected="scores that are scaled products",
+                found="softcap" if self.scores.softcap else "sinks",
+                remedy="create the cache with PagedLayer(..., is_plain=False) for this layer",
+            )
+
+    def _check_tensors(self, layer: PagedLayer, dtype: torch.dtype, num_tokens: int) -> None:
+        query, key, value, out, sinks = self.query, self.key, self.value, self.out, self.scores.sinks
+        num_kv_heads, head_dim, value_dim = layer.num_kv_heads, layer.head_dim, layer.dim_of_values
+        fits = (
+            query.dim() == 3
+            and query.shape[0] >= num_tokens
+            and query.shape[1] % num_kv_heads == 0
+            and query.shape[2] == head_dim
+            and key.shape == (query.shape[0], num_kv_heads, head_dim)
+            and value.shape == (query.shape[0], num_kv_heads, value_dim)
+            and out.shape == (*query.shape[:2], value_dim)
+            and (sinks is None or sinks.shape == query.shape[1:2])
+            and query.dtype == key.dtype == value.dtype == out.dtype == dtype
+        )
+        if not fits:
+            raise ShapeError(
+                "paged attention got tensors that do not fit its cache or step",
+                expected=f"key [at least {num_tokens}, {num_kv_heads}, {head_dim}], value [..., {num_kv_heads}, "
+                f"{value_dim}], query and out of as many rows and a multiple of the heads, of {dtype}; one sink a head",
+                found=", ".join(f"{list(t.shape)} {t.dtype}" for t in (query, key, value, out))
+                + " (q, k, v, out)"
+                + ("" if sinks is None else f", {list(sinks.shape)} sinks"),
+                remedy="create the cache for the model's heads, head_dim and dtype, and dispatch with the step's sizes",
+            )
+
 
 class PagedStep(ABC):
     """What the forward context must contain as ``attn_metadata`` for the op."""
@@ -41,72 +86,11 @@ class PagedStep(ABC):
         """Serve one call of the op: write to ``call.out``."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FixedMetadata:
-    """Metadata that is equal for all steps over one cache."""
-
-    cache: PagedKVCache
-    longest: int  #: the longest sequence; a limit of a mask at least as large is none
-    masks: tuple[LayerMask, ...]  #: the different masks of the layers, within ``longest``
-    mask_of: tuple[int, ...]  #: for each layer the index of its mask
-    numbers: torch.Tensor  #: 0, 1, 2..., int32
-    value_offsets: torch.Tensor  #: 0, and the number of slots; int64 [2, 1, 1]
-
-    @classmethod
-    def of(cls, cache: PagedKVCache, longest: int, numbers: torch.Tensor) -> FixedMetadata:
-        """For sequences of at most ``longest`` tokens over this cache."""
-        of_layers = [LayerMask() if layer is None else layer.mask.within(longest) for layer in cache.layers]
-        masks = tuple(sorted({mask for mask, layer in zip(of_layers, cache.layers, strict=True) if layer is not None}))
-        return cls(
-            cache=cache,
-            longest=longest,
-            masks=masks,
-            mask_of=tuple(masks.index(mask) if mask in masks else 0 for mask in of_layers),
-            numbers=numbers,
-            value_offsets=torch.tensor([0, cache.num_slots], device=cache.device).view(2, 1, 1),
-        )
-
-    def layer(self, number: int) -> tuple[PagedLayer, LayerMemory]:
-        """A layer, and its keys and values; raises ShapeError if the cache has no such layer."""
-        layers = self.cache.layers
-        layer, memory = (layers[number], self.cache.memories[number]) if 0 <= number < len(layers) else (None, None)
-        if layer is None or memory is None:
-            raise ShapeError(
-                "the KV cache has no such layer",
-                expected=f"one of layers {[n for n, known in enumerate(layers) if known is not None]}",
-                found=str(number),
-                remedy="create the cache with as many layers as the model has",
-            )
-        return layer, memory
-
-    def check(self, call: AttentionCall, layer: PagedLayer, num_tokens: int) -> None:
-        """Raise ShapeError if tensors, sliding window or scores of a call are not those of the layer."""
-        _check_tensors(call, layer, self.cache.dtype, num_tokens)
-        declared = self.masks[self.mask_of[call.layer]].window
-        passed = call.window if call.window < self.longest else 0
-        if call.window and passed != declared:
-            raise ShapeError(
-                f"layer {call.layer} passes a sliding window that its cache was not created for",
-                expected=f"{declared}" if declared else "none",
-                found=str(call.window),
-                remedy="create the cache with the layer's mask: PagedLayer(..., mask=LayerMask(window=4096))",
-            )
-        if layer.is_plain and not call.scores.is_plain:
-            raise ShapeError(
-                f"layer {call.layer} uses a soft cap or sinks that its cache was not created for",
-                expected="scores that are scaled products",
-                found="softcap" if call.scores.softcap else "sinks",
-                remedy="create the cache with PagedLayer(..., is_plain=False) for this layer",
-            )
-
-
 @dataclass(eq=False)
 class PagedMetadata(Tables[torch.Tensor], PagedStep):
     """The metadata of one step, which the op reads. A FULL key has one object, and each step refills its tables."""
 
-    layout: TableLayout
     is_padded: bool  #: tokens at the end may be padding, whose rows of the result are to be zero
-    fixed: FixedMetadata
     keys: BatchedKeys | FlashKeys  #: how the keys are gathered
     writes_in_one_kernel: bool  #: a layer's keys and values are written by one kernel
     #: the layer whose op runs first and prepares the step for all; learned from the first call
@@ -114,9 +98,9 @@ class PagedMetadata(Tables[torch.Tensor], PagedStep):
 
     def attend(self, call: AttentionCall) -> None:
         """Write the step's keys and values into the cache, then attend over each request's pages, into ``call.out``."""
-        num_tokens = self.layout.num_tokens
-        layer, memory = self.fixed.layer(call.layer)
-        self.fixed.check(call, layer, num_tokens)
+        num_tokens, fixed = self.keys.layout.num_tokens, self.keys.fixed
+        layer, memory = fixed.layer(call.layer)
+        call.check(fixed, layer, num_tokens)
         if call.out.shape[0] > num_tokens:
             call.out[num_tokens:].zero_()
         if num_tokens == 0:
@@ -130,39 +114,13 @@ class PagedMetadata(Tables[torch.Tensor], PagedStep):
         query = call.query[:num_tokens]
         if layer.query_scale is not None:  # guard: paged_position_scale
             query = (query * layer.query_scale.of(self.positions).view(-1, 1, 1)).to(query.dtype)
-        attended = self.keys.attend(self, memory, query, call.scores, self.fixed.mask_of[call.layer])
+        attended = self.keys.attend(self, memory, query, call.scores, fixed.mask_of[call.layer])
         real = call.out[:num_tokens]
         if attended.dim() == 5:
             real = real.unflatten(1, attended.shape[2:4]).unflatten(0, attended.shape[:2])
         real.copy_(attended)
         if self.is_padded:
             real.masked_fill_((self.token_rows < 0).view(-1, 1, 1), 0.0)
-
-
-def _check_tensors(call: AttentionCall, layer: PagedLayer, dtype: torch.dtype, num_tokens: int) -> None:
-    query, key, value, out, sinks = call.query, call.key, call.value, call.out, call.scores.sinks
-    num_kv_heads, head_dim, value_dim = layer.num_kv_heads, layer.head_dim, layer.dim_of_values
-    fits = (
-        query.dim() == 3
-        and query.shape[0] >= num_tokens
-        and query.shape[1] % num_kv_heads == 0
-        and query.shape[2] == head_dim
-        and key.shape == (query.shape[0], num_kv_heads, head_dim)
-        and value.shape == (query.shape[0], num_kv_heads, value_dim)
-        and out.shape == (*query.shape[:2], value_dim)
-        and (sinks is None or sinks.shape == query.shape[1:2])
-        and query.dtype == key.dtype == value.dtype == out.dtype == dtype
-    )
-    if not fits:
-        raise ShapeError(
-            "paged attention got tensors that do not fit its cache or step",
-            expected=f"key [at least {num_tokens}, {num_kv_heads}, {head_dim}], value [..., {num_kv_heads}, "
-            f"{value_dim}], query and out of as many rows and a multiple of the heads, of {dtype}; one sink a head",
-            found=", ".join(f"{list(t.shape)} {t.dtype}" for t in (query, key, value, out))
-            + " (q, k, v, out)"
-            + ("" if sinks is None else f", {list(sinks.shape)} sinks"),
-            remedy="create the cache for the model's heads, head_dim and dtype, and dispatch with the step's sizes",
-        )
 
 
 # -- the op ------------------------------------------------------------------------------------------------------------
