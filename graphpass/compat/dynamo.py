@@ -519,7 +519,8 @@ def inductor(
     # guard: results_folded_into_inputs
     off = dict.fromkeys(("triton.cudagraphs", "triton.cudagraph_trees", "joint_graph_constant_folding"), False)
     is_fresh = show is None or saving.are_serializable()
-    with contextlib.nullcontext() if is_fresh else aot_config.patch(enable_autograd_cache=False):
+    caching = contextlib.nullcontext() if is_fresh else aot_config.patch(enable_autograd_cache=False)
+    with caching, _examples_kept(example_inputs):
         compiled: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
             graph_module, list(example_inputs), inner_compile=compile_inner, config_patches={**settings, **off}
         )
@@ -540,9 +541,26 @@ def aot_eager(
         return boxed_nop(aten, list(inputs))
 
     # As with Inductor, the graph creates its effect tokens, which order ops, instead of taking them as inputs.
-    with aot_config.patch(unlift_effect_tokens=True):
+    with aot_config.patch(unlift_effect_tokens=True), _examples_kept(example_inputs):
         compiled: Callable[..., Any] = backend(graph_module, list(example_inputs), fw_compiler=run_as_it_is)
     return compiled
+
+
+@contextlib.contextmanager
+def _examples_kept(examples: Sequence[Any]) -> Iterator[None]:
+    """Within the body, AOTAutograd traces with the mode of fake inputs that hold real tensors.
+
+    It cannot convert such inputs to its own mode, which it otherwise does, if their sizes are symbols.
+    """
+    context, own = torch._guards.TracingContext.try_get(), symbolic.fake_mode_of(examples)
+    if context is None or own is None or not own.propagate_real_tensors:
+        yield
+        return
+    before, context.fake_mode = context.fake_mode, own
+    try:
+        yield
+    finally:
+        context.fake_mode = before
 
 
 @contextlib.contextmanager

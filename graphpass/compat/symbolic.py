@@ -31,13 +31,15 @@ def fake_mode_of(values: Iterable[Any]) -> Any | None:
 def new_fake_mode(values: Iterable[Any] = ()) -> Any:
     """A new FakeTensorMode with the shape environment of ``values``, or a new one if they have none.
 
-    A new environment represents host reads and data-dependent shapes by symbols.
+    A new environment represents host reads and data-dependent shapes by symbols. The mode computes no real values.
     """
+    from torch._functorch import config as aot_config
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     shape_env = shape_env_of(values) or ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
-    return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+    with aot_config.patch(fake_tensor_propagate_real_tensors=False):
+        return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
 
 
 def fakify(fake_mode: Any, value: Any) -> Any:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo import config as dynamo_config
+from torch._functorch import config as aot_config
 from torch._higher_order_ops.invoke_subgraph import mark_compile_region
 from torch._higher_order_ops.scan import scan
 
@@ -161,5 +162,14 @@ def test_subgraphs_that_dynamo_shares_are_padded_and_captured(compiled: Make, co
         fast = compiled(lambda x, scale: block(block(block(x, scale), scale), scale), dynamic=True, compiler=compiler)
         calls = [(torch.randn(n, 6), torch.randn(6)) for n in (5, 6, 7, 5, 8)]
         assert fast.serve(calls, passes=2) == 5
+    assert fast.is_padded
+    assert fast.problems == ()
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+def test_fake_tensors_that_hold_real_ones_are_compiled_and_padded(compiled: Make, compiler: str) -> None:
+    with aot_config.patch(fake_tensor_propagate_real_tensors=True):
+        fast = compiled(lambda x, scale: block(x, scale), dynamic=True, compiler=compiler)
+        assert fast.serve([(torch.randn(n, 6), torch.randn(6)) for n in (5, 6, 7, 5, 8)], passes=2) == 5
     assert fast.is_padded
     assert fast.problems == ()
