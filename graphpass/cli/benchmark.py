@@ -16,7 +16,7 @@ from graphpass.cli.explain import quiet_compiler
 from graphpass.cli.program import Program, Result, users_code
 from graphpass.errors import CommandError
 from graphpass.ladder.modelstate import entry_of
-from graphpass.report.drawing import Bar, Bars, Table, Text, counted
+from graphpass.report.drawing import Bars, Table, Text, counted
 
 Step = Callable[[], Any]
 
@@ -87,15 +87,7 @@ _WARM_UP_CALLS = 4
 _BUSY_SIZE = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class _Variant:
-    """One way to run the model."""
-
-    name: str  #: its name
-    call: Callable[..., Any] | None  #: the model; None if it cannot run here
-    missing: str | None = None  #: why it cannot run here
-    first_s: float = 0.0  #: seconds of the first calls, compiling and capturing included
-    difference: float = 0.0  #: the largest difference from the eager output, as a share of the tolerance
+_NEEDS_GPU = "needs a GPU"
 
 
 def bench(program: Program, options: Mapping[str, Any], compiler: str, *, rounds: int, calls: int) -> Result:
@@ -115,8 +107,10 @@ def bench(program: Program, options: Mapping[str, Any], compiler: str, *, rounds
         quiet_compiler(),
     ):
         outputs = [list(_tensors(_copied(program.model(*args, **kwargs)))) for args, kwargs in contents]
-        variants = [_tried(variant, contents, outputs) for variant in _variants(program, options, compiler)]
-        times = _interleaved(program, variants, rounds, calls)
+        ways = _variants(program, options, compiler)
+        tried = {name: _tried(name, call, contents, outputs) for name, call in ways.items()}
+        running = {name: call for name, call in ways.items() if callable(call) and not isinstance(tried[name], str)}
+        times = _interleaved(program, running, rounds, calls)
     figures = {
         "model": program.name,
         "device": str(program.device),
@@ -124,9 +118,9 @@ def bench(program: Program, options: Mapping[str, Any], compiler: str, *, rounds
         "compiler": compiler,
         "rounds": rounds,
         "calls": calls,
-        "variants": [_figures(variant, times.get(variant.name)) for variant in variants],
+        "variants": [_figures(name, found, times.get(name)) for name, found in tried.items()],
     }
-    wrong = [variant.name for variant in variants if variant.call is not None and not variant.difference <= 1]
+    wrong = [name for name, found in tried.items() if not isinstance(found, str) and not found[1] <= 1]
     failure = f"the output differs from eager: {', '.join(wrong)}" if wrong else None
     return Result("bench", program.name, figures, tuple(_parts(figures)), failure)
 
@@ -134,17 +128,18 @@ def bench(program: Program, options: Mapping[str, Any], compiler: str, *, rounds
 # -- variants ------------------------------------------------------------------------------------------------------
 
 
-def _variants(program: Program, options: Mapping[str, Any], compiler: str) -> Iterator[_Variant]:
+def _variants(program: Program, options: Mapping[str, Any], compiler: str) -> dict[str, Callable[..., Any] | str]:
+    """{way to run the model: the model, or why it cannot run here}."""
     on_gpu = program.device.type == "cuda"
-    needs_gpu = None if on_gpu else "needs a GPU"
-    yield _Variant("eager", program.model)
     compiled = torch.compile(entry_of(program.model), backend=compiler)
-    yield _Variant("compile", compiled)
-    reduced = torch.compile(entry_of(program.model), mode="reduce-overhead") if on_gpu else None
-    yield _Variant("reduce-overhead", reduced, needs_gpu)
     used = {"compiler": compiler, **options}
-    yield _Variant("graphpass", torch.compile(entry_of(program.model), backend="cgpass", options=used))
-    yield _Variant("raw replay", _RawReplay(compiled, program) if on_gpu else None, needs_gpu)
+    return {
+        "eager": program.model,
+        "compile": compiled,
+        "reduce-overhead": torch.compile(entry_of(program.model), mode="reduce-overhead") if on_gpu else _NEEDS_GPU,
+        "graphpass": torch.compile(entry_of(program.model), backend="cgpass", options=used),
+        "raw replay": _RawReplay(compiled, program) if on_gpu else _NEEDS_GPU,
+    }
 
 
 class _RawReplay:
@@ -184,21 +179,23 @@ class _RawReplay:
         self._graph = graph
 
 
-def _tried(variant: _Variant, contents: list[Contents], outputs: list[list[torch.Tensor]]) -> _Variant:
-    """The variant after its first calls, with its largest difference from eager."""
-    if variant.call is None:
-        return variant
+def _tried(
+    name: str, call: Callable[..., Any] | str, contents: list[Contents], outputs: list[list[torch.Tensor]]
+) -> tuple[float, float] | str:
+    """Seconds of the first calls, and the largest difference from eager as a share of the tolerance; or why not."""
+    if isinstance(call, str):
+        return call
     difference, start_s = 0.0, time.perf_counter()
     try:
         for number in range(_WARM_UP_CALLS * len(contents)):
             args, kwargs = contents[number % len(contents)]
-            made = list(_tensors(_copied(variant.call(*args, **kwargs))))
+            made = list(_tensors(_copied(call(*args, **kwargs))))
             difference = max(difference, _difference(made, outputs[number % len(contents)]))
     except Exception as error:
-        if variant.name != "raw replay":  # a model with host reads cannot be captured by hand
+        if name != "raw replay":  # a model with host reads cannot be captured by hand
             raise
-        return _Variant(variant.name, None, f"cannot be captured: {type(error).__name__}")
-    return _Variant(variant.name, variant.call, None, time.perf_counter() - start_s, difference)
+        return f"cannot be captured: {type(error).__name__}"
+    return time.perf_counter() - start_s, difference
 
 
 # -- contents and outputs ------------------------------------------------------------------------------------------
@@ -257,12 +254,13 @@ def _of_tensors(one: torch.Tensor, other: torch.Tensor) -> float:
 # -- times ---------------------------------------------------------------------------------------------------------
 
 
-def _interleaved(program: Program, variants: list[_Variant], rounds: int, calls: int) -> dict[str, dict[str, Any]]:
+def _interleaved(
+    program: Program, running: Mapping[str, Callable[..., Any]], rounds: int, calls: int
+) -> dict[str, dict[str, Any]]:
     """{variant: its medians in µs}."""
     steps: dict[str, Step] = {
-        variant.name: getattr(variant.call, "replay", None) or partial(variant.call, *program.args, **program.kwargs)
-        for variant in variants
-        if variant.call is not None
+        name: getattr(call, "replay", None) or partial(call, *program.args, **program.kwargs)
+        for name, call in running.items()
     }
     figures: dict[str, Callable[[Step], float]] = {"host_us": partial(host_us, device=program.device, calls=calls)}
     if program.device.type == "cuda":
@@ -307,15 +305,19 @@ class _Busy:
 # -- figures -------------------------------------------------------------------------------------------------------
 
 
-def _figures(variant: _Variant, times: Mapping[str, Any] | None) -> dict[str, Any]:
+def _figures(name: str, tried: tuple[float, float] | str, times: Mapping[str, Any] | None) -> dict[str, Any]:
+    if isinstance(tried, str) or times is None:
+        names = ("host_us", "device_us", "first_calls_s", "difference_of_tolerance", "agrees")
+        return {"name": name, "missing": tried, **dict.fromkeys(names)}
+    first_s, difference = tried
     return {
-        "name": variant.name,
-        "missing": variant.missing,
-        "host_us": None if times is None else times["host_us"],
-        "device_us": None if times is None else times["device_us"],
-        "first_calls_s": None if times is None else variant.first_s,
-        "difference_of_tolerance": None if times is None else min(variant.difference, 1e30),
-        "agrees": None if times is None else variant.difference <= 1,
+        "name": name,
+        "missing": None,
+        "host_us": times["host_us"],
+        "device_us": times["device_us"],
+        "first_calls_s": first_s,
+        "difference_of_tolerance": min(difference, 1e30),
+        "agrees": difference <= 1,
     }
 
 
@@ -340,7 +342,7 @@ def _parts(figures: Mapping[str, Any]) -> Iterator[Text | Table | Bars]:
     yield Table("Times", columns, rows)
     for part, title in (("host_us", "Host time of a call, µs"), ("device_us", "Device time of a call, µs")):
         timed = [variant for variant in variants if variant[part] is not None]
-        bars = tuple(Bar(v["name"], v[part]["median"], f"{v[part]['median']:.1f}") for v in timed)
+        bars = tuple((v["name"], v[part]["median"], f"{v[part]['median']:.1f}") for v in timed)
         yield Bars(title, bars)
     yield Table("Not measured", ("variant", "why"), tuple((v["name"], v["missing"]) for v in missing))
     if figures["device"] == "cpu":

@@ -22,15 +22,7 @@ from graphpass.report.report import proof_tables, region_maps, regions_table
 
 
 def explain(program: Program, options: Mapping[str, Any]) -> Result:
-    """Partition a model for its example inputs; runs it once, without graphs and without Inductor.
-
-    Args:
-        program: the model.
-        options: options of the backend; ``dispatch`` is ignored, and Inductor compiles nothing.
-
-    Raises:
-        GraphpassError: the model fails, or an option is invalid.
-    """
+    """Partition a model for its example inputs; runs it once, without graphs and without Inductor."""
     used = {**options, "compiler": _without_kernels(program, options), "dispatch": "auto"}
     torch.compiler.reset()  # code that is compiled already would not be traced again
     compiled = torch.compile(program.model, backend="cgpass", options=used, dynamic=True)

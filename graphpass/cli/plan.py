@@ -14,7 +14,7 @@ import numpy as np
 
 from graphpass.cli.program import Result
 from graphpass.errors import CommandError
-from graphpass.report.drawing import Bar, Bars, Columns, Table, Text, counted
+from graphpass.report.drawing import Bars, Columns, Table, Text, counted
 from graphpass.sizeplan import plan_sizes
 
 _REMEDY = 'write {"8": 120, "16": 40} as JSON, or lines size,count as CSV'
@@ -147,7 +147,7 @@ def _parts(
     )
     columns = ("sizes", "graphs", "padding", "rows a batch", *(("MiB",) if has_bytes else ()))
     weights = tuple(sorted(histogram.items()))
-    bars = tuple(Bar(ladder["name"], ladder["waste"], f"{ladder['waste']:.2%}") for ladder in ladders)
+    bars = tuple((ladder["name"], ladder["waste"], f"{ladder['waste']:.2%}") for ladder in ladders)
     note = " The graphs of one runtime share a pool, so together they need less than the sum." if has_bytes else ""
     return (
         Text(f"{counted(len(histogram), 'size')} up to {weights[-1][0]}, planned in {seconds:.2f} s.{note}"),

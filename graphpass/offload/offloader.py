@@ -21,7 +21,7 @@ from graphpass.compat import memory
 from graphpass.engine import ForwardHooks
 from graphpass.errors import DeviceError, OffloadError, OptionError
 from graphpass.offload.op import IN_CONTEXT, ONLOAD
-from graphpass.offload.slots import LayerLayout, SlotRotation, WeightPlace, copies_to
+from graphpass.offload.slots import SlotRotation, WeightPlace, copies_to, layout_of
 
 
 class WeightOffloader(ForwardHooks):
@@ -66,8 +66,8 @@ class WeightOffloader(ForwardHooks):
         if len(self._layers) < 3:
             raise _bad_slots("there are too few layers to offload", "at least 3 layers", str(len(self._layers)))
         _refuse_used(self._layers)
-        self._layout = LayerLayout.of(self._layers)
-        self.num_slots = _checked_slots(num_slots, max_device_bytes, self._layout.num_bytes, len(self._layers))
+        self._places, self._layer_bytes = layout_of(self._layers)
+        self.num_slots = _checked_slots(num_slots, max_device_bytes, self._layer_bytes, len(self._layers))
         self.device = _with_index(next(self._layers[0].parameters()).device if device is None else device)
         self._copies = copies_to(self.device, self.num_slots)
         with torch.inference_mode(False), torch.no_grad():
@@ -84,18 +84,18 @@ class WeightOffloader(ForwardHooks):
 
     def device_bytes(self) -> int:
         """Bytes of device memory of all slots."""
-        return self.num_slots * self._layout.num_bytes
+        return self.num_slots * self._layer_bytes
 
     def host_bytes(self) -> int:
         """Bytes of host memory of all layers' weights; torch may round pinned allocations up."""
-        return len(self._layers) * self._layout.num_bytes
+        return len(self._layers) * self._layer_bytes
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All weights by ``<layer>.<name>``, as views of the host memory; read-only, write with :meth:`write`."""
         return {
             f"{index}.{place.name}": place.view(memory)
             for index, memory in enumerate(self._host)
-            for place in self._layout.places
+            for place in self._places
         }
 
     def write(self, name: str, value: torch.Tensor) -> None:
@@ -109,7 +109,7 @@ class WeightOffloader(ForwardHooks):
             OffloadError: there is no weight of this name, or it has another shape.
         """
         index, _, rest = name.partition(".")
-        place = next((place for place in self._layout.places if place.name == rest), None)
+        place = next((place for place in self._places if place.name == rest), None)
         is_layer = index.isdecimal() and int(index) < len(self._layers)
         if place is None or not is_layer or value.shape != place.shape:
             raise OffloadError(
@@ -237,15 +237,13 @@ class WeightOffloader(ForwardHooks):
 
     def _move(self) -> None:
         """Copy the weights to host memory, turn parameters into views of the slots, and move buffers to the device."""
-        layout, device = self._layout, self.device
-        self._host = [
-            torch.zeros(layout.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in self._layers
-        ]
-        self._slots = [torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device) for _ in range(self.num_slots)]
+        num_bytes, device = self._layer_bytes, self.device
+        self._host = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in self._layers]
+        self._slots = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(self.num_slots)]
         self._weights: list[torch.Tensor] = []
         for index, layer in enumerate(self._layers):
             parameters = dict(layer.named_parameters())
-            for place in layout.places:
+            for place in self._places:
                 weight = parameters[place.name].requires_grad_(False)
                 place.view(self._host[index]).copy_(weight)
                 weight.data = place.view(self._slots[index % self.num_slots])
@@ -276,7 +274,7 @@ class WeightOffloader(ForwardHooks):
 
     def _saved(self, layer: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         memory = self._host[self._layers.index(layer)]
-        for place in self._layout.places:
+        for place in self._places:
             state[prefix + place.name] = place.view(memory)
 
     def _loaded(self, layer: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
@@ -287,7 +285,7 @@ class WeightOffloader(ForwardHooks):
                 found="assign=True",
                 remedy="leave assign out, or load before the weights are offloaded",
             )
-        found = {place: state[prefix + place.name] for place in self._layout.places if prefix + place.name in state}
+        found = {place: state[prefix + place.name] for place in self._places if prefix + place.name in state}
         # load_state_dict itself reports shapes that differ.
         fitting = {place: value for place, value in found.items() if value.shape == place.shape}
         self._write(self._layers.index(layer), fitting)

@@ -44,32 +44,22 @@ class WeightPlace:
         return elements.as_strided(self.shape, self.stride, elements.storage_offset())
 
 
-@dataclass(frozen=True, slots=True)
-class LayerLayout:
-    """The layout of a layer's parameters in one flat buffer."""
+def layout_of(layers: Sequence[nn.Module]) -> tuple[tuple[WeightPlace, ...], int]:
+    """The place of each parameter in a layer's buffer, in the order of ``named_parameters()``, and its bytes.
 
-    places: tuple[WeightPlace, ...]  #: the place of each parameter, in the order of ``named_parameters()``
-    num_bytes: int  #: bytes of a buffer
-
-    @classmethod
-    def of(cls, layers: Sequence[nn.Module]) -> LayerLayout:
-        """The common layout of these layers; refuses layers that differ or share a parameter."""
-        _refuse_shared(layers)
-        places, offset = [], 0
-        for name, parameter in layers[0].named_parameters():
-            stride = torch.empty_like(parameter, device="meta").stride()
-            places.append(WeightPlace(name, offset, parameter.shape, stride, parameter.dtype))
-            offset += -(-parameter.numel() * parameter.element_size() // _ALIGNMENT) * _ALIGNMENT
-        layout = cls(tuple(places), offset)
-        for index, layer in enumerate(layers):
-            layout._refuse_other(layer, index)
-        return layout
-
-    def _refuse_other(self, layer: nn.Module, index: int) -> None:
-        wanted = [(place.name, tuple(place.shape), place.dtype) for place in self.places]
+    Refuses layers that differ or share a parameter.
+    """
+    _refuse_shared(layers)
+    places, num_bytes = [], 0
+    for name, parameter in layers[0].named_parameters():
+        stride = torch.empty_like(parameter, device="meta").stride()
+        places.append(WeightPlace(name, num_bytes, parameter.shape, stride, parameter.dtype))
+        num_bytes += -(-parameter.numel() * parameter.element_size() // _ALIGNMENT) * _ALIGNMENT
+    wanted = [(place.name, tuple(place.shape), place.dtype) for place in places]
+    for index, layer in enumerate(layers):
         found = [(name, tuple(weight.shape), weight.dtype) for name, weight in layer.named_parameters()]
-        if found == wanted and self.num_bytes:
-            return
+        if found == wanted and num_bytes:
+            continue
         differing = next((pair for pair in zip(wanted, found, strict=False) if pair[0] != pair[1]), None)
         raise OptionError(
             f"layer {index} does not fit the slots of layer 0",
@@ -77,6 +67,7 @@ class LayerLayout:
             found=str(differing[1]) if differing else f"{len(found)} parameters",
             remedy="offload layers of equal structure; keep the others on the device",
         )
+    return tuple(places), num_bytes
 
 
 def _refuse_shared(layers: Sequence[nn.Module]) -> None:

@@ -8,7 +8,6 @@ others, in one small all-gather on the CPU, and every rank decides from the same
 from __future__ import annotations
 
 import contextlib
-import enum
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,14 +24,10 @@ IDLE_TOKENS = 2
 """Tokens of the dummy batch of a rank without work if no graph runs. One token would be compiled separately."""
 _SHOWN = 200
 """An error shows at most this many characters of a difference between ranks."""
+_STEP, _CAPTURE = "step", "capture"
+_SUBJECTS = (_CAPTURE, _STEP)
+"""The subjects of rows, which begin with the index of theirs."""
 _Key = tuple[CUDAGraphMode, BatchDescriptor]
-
-
-class _RowKind(enum.IntEnum):
-    """The subject of a row."""
-
-    STEP = 1
-    CAPTURE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +91,7 @@ class AgreedSteps:
             own, shape = self._own(request)
             self._refresh()
             batch = RankBatch() if request is None else RankBatch.of(own, request, self._dispatcher, self._extras)
-        rows = self._exchange(_RowKind.STEP, batch.to_row())
+        rows = self._exchange(_STEP, batch.to_row())
         num_fields = len(self._dispatcher.capture_fields)
         batches = [RankBatch.from_row(row, num_fields) for row in rows]
         agreed = agree(batches, self._common, self._extras, idle_tokens=self._idle_tokens)
@@ -123,7 +118,7 @@ class AgreedSteps:
     def stops(self, wants_to: bool, num_left: int) -> bool:
         """Whether any rank wants to stop capturing; then all ranks stop. Every rank calls it before each key."""
         self._refresh()
-        stopping, left, *_ = zip(*self._exchange(_RowKind.CAPTURE, [int(wants_to), num_left]), strict=True)
+        stopping, left, *_ = zip(*self._exchange(_CAPTURE, [int(wants_to), num_left]), strict=True)
         if len(set(left)) > 1:
             raise AgreementError(
                 "the ranks capture different keys",
@@ -135,15 +130,14 @@ class AgreedSteps:
 
     # -- messages between the ranks -----------------------------------------------------------------------------------
 
-    def _exchange(self, kind: _RowKind, content: Sequence[int]) -> list[list[int]]:
+    def _exchange(self, subject: str, content: Sequence[int]) -> list[list[int]]:
         """The ``content`` of all ranks, in their order."""
-        rows = self._rows.exchange([kind, self._fingerprint, *content])
-        kinds = [_RowKind(row[0]) for row in rows]
-        if len(set(kinds)) > 1:
+        rows = self._rows.exchange([_SUBJECTS.index(subject), self._fingerprint, *content])
+        if any(row[0] != rows[0][0] for row in rows):
             raise AgreementError(
                 "the ranks call different methods",
                 expected="run() or run_idle() on every rank, or capture() on every rank",
-                found=", ".join(f"{kind.name.lower()} on rank {rank}" for rank, kind in enumerate(kinds)),
+                found=", ".join(f"{_SUBJECTS[row[0]]} on rank {rank}" for rank, row in enumerate(rows)),
                 remedy="call the same methods on all ranks, in the same order",
             )
         self._settle(tuple(row[1] for row in rows))

@@ -35,20 +35,11 @@ class Heading:
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
-    """One bar."""
-
-    label: str
-    value: float  #: its length in the unit of the chart
-    shown: str  #: the figure as text
-
-
-@dataclass(frozen=True, slots=True)
 class Bars:
     """Horizontal bars that start at 0."""
 
     title: str
-    bars: tuple[Bar, ...]
+    bars: tuple[tuple[str, float, str], ...]  #: (label, length in the unit of the chart, the figure as text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +60,12 @@ class Columns:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """One region of a strip."""
-
-    name: str
-    kind: str  #: ``captured``, ``eager``, or ``end`` for the end of a graph before the end of the model
-
-
-@dataclass(frozen=True, slots=True)
 class Strip:
     """Regions in program order."""
 
     title: str
-    cells: tuple[Cell, ...]
+    #: (name, kind): ``captured``, ``eager``, or ``end`` for the end of a graph before the end of the model
+    cells: tuple[tuple[str, str], ...]
 
 
 Part = Table | Text | Heading | Bars | Columns | Strip
@@ -176,10 +160,12 @@ def _print_table(table: Table, console: Console, most_rows: int | None) -> None:
 
 
 def _bar_lines(bars: Bars) -> list[str]:
-    longest = max((bar.value for bar in bars.bars), default=0) or 1.0
-    width = max((len(bar.label) for bar in bars.bars), default=0)
-    lengths = [max(round(_BAR_COLUMNS * bar.value / longest), bar.value > 0) for bar in bars.bars]
-    return [f"{bar.label:<{width}}  {'█' * n} {bar.shown}" for bar, n in zip(bars.bars, lengths, strict=True)]
+    longest = max((value for _, value, _ in bars.bars), default=0) or 1.0
+    width = max((len(label) for label, _, _ in bars.bars), default=0)
+    return [
+        f"{label:<{width}}  {'█' * max(round(_BAR_COLUMNS * value / longest), value > 0)} {shown}"
+        for label, value, shown in bars.bars
+    ]
 
 
 def _column_lines(columns: Columns) -> list[str]:
@@ -196,9 +182,9 @@ def _print_strip(strip: Strip, console: Console) -> None:
     from rich.text import Text as RichText
 
     line = RichText(f"{strip.title}: ")
-    for number, cell in enumerate(strip.cells[:_MOST_CELLS]):
+    for number, (name, kind) in enumerate(strip.cells[:_MOST_CELLS]):
         line.append(" │ " if number else "")
-        line.append(cell.name if cell.kind != "eager" else f"{cell.name} eager", style=_STYLES.get(cell.kind, ""))
+        line.append(name if kind != "eager" else f"{name} eager", style=_STYLES.get(kind, ""))
     if len(strip.cells) > _MOST_CELLS:
         line.append(f" │ and {len(strip.cells) - _MOST_CELLS} more")
     console.print(line)

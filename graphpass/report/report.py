@@ -9,9 +9,7 @@ from typing import Any
 
 from graphpass.ledger import CountedReason
 from graphpass.report.drawing import (
-    Bar,
     Bars,
-    Cell,
     Columns,
     Heading,
     Part,
@@ -255,8 +253,8 @@ def _padding(keys: Sequence[KeyUse]) -> float | None:
 def region_maps(callables: Iterable[CallableRecord]) -> Iterator[Strip]:
     """The regions of each callable in program order."""
     for record in callables:
-        cells = [Cell(region.name, region.kind) for region in record.regions]
-        ends = [Cell("end", "end")] if record.ends is not None else []
+        cells = [(region.name, region.kind) for region in record.regions]
+        ends = [("end", "end")] if record.ends is not None else []
         yield Strip(f"{record.name} in order", (*cells, *ends))
 
 
@@ -304,9 +302,7 @@ def padding_parts(figures: ReportFigures, *, with_pictures: bool) -> Iterator[Pa
             known = {size: 0 for sizes in marks.values() for size in sizes}
             weights = tuple(sorted((size, float(times)) for size, times in {**known, **seen.histogram}.items()))
             yield Columns(f"Calls by {seen.field}", weights, marks)
-    bars = tuple(
-        Bar(f"{key.graph} {key.named}", key.padding, _share(key.padding)) for key in figures.keys if key.padding
-    )
+    bars = tuple((f"{key.graph} {key.named}", key.padding, _share(key.padding)) for key in figures.keys if key.padding)
     yield Bars("Share of padding by key", bars)
 
 
@@ -430,7 +426,7 @@ def cost_parts(costs: Costs, *, with_pictures: bool) -> Iterator[Part]:
     if with_pictures:
         memory = [("graph pool", costs.pool_bytes), ("buffers", costs.buffer_bytes)]
         memory += [(f"{g.name}: driver", g.memory.driver_bytes) for g in costs.groups if g.memory.driver_bytes > 0]
-        yield Bars("Memory", tuple(Bar(name, float(size), _mib(size)) for name, size in memory if size))
+        yield Bars("Memory", tuple((name, float(size), _mib(size)) for name, size in memory if size))
 
 
 def _share(share: float | None) -> str:

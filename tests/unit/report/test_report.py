@@ -16,7 +16,7 @@ from graphpass import BatchDescriptor, CudagraphDispatcher, CudaGraphManager, CU
 from graphpass.capture import CallableRecord, Counts, RegionId, RegionRecord, RegionUse, RuntimeStats, SizeRecord
 from graphpass.ledger import Row
 from graphpass.report import CountedReason, KeyUse, Reason, Report, ReportFigures
-from graphpass.report.drawing import Bar, Bars, Cell, Columns, Heading, Strip, Table, Text, html_page, print_parts
+from graphpass.report.drawing import Bars, Columns, Heading, Strip, Table, Text, html_page, print_parts
 from graphpass.report.figures import saved_s
 from graphpass.report.report import QUESTIONS
 from tests.pages import Page
@@ -247,10 +247,10 @@ EVERY_PART = (
     Text(HOSTILE),
     Table(HOSTILE, ("region", HOSTILE), (("g0.r0", HOSTILE), (HOSTILE, "b"))),
     Table("empty", ("a",), ()),
-    Bars(HOSTILE, (Bar(HOSTILE, 2.0, HOSTILE), Bar("zero", 0.0, "0"))),
+    Bars(HOSTILE, ((HOSTILE, 2.0, HOSTILE), ("zero", 0.0, "0"))),
     Bars("no bars", ()),
     Columns(HOSTILE, ((1, 3.0), (90, 1.0)), {HOSTILE: (8, 90)}),
-    Strip(HOSTILE, (Cell("g0.r0", "captured"), Cell(HOSTILE, "eager"))),
+    Strip(HOSTILE, (("g0.r0", "captured"), (HOSTILE, "eager"))),
 )
 
 
