@@ -20,7 +20,7 @@ from graphpass.progress import progress_bar
 from graphpass.text.drafting import Drafter, NgramDrafter, Speculation
 from graphpass.text.lora import LoraAdapters, LoraModel
 from graphpass.text.paged import PagedAttention, PagedRequests
-from graphpass.text.scheduler import Request, ScheduleLimits, Scheduler, StepPlan
+from graphpass.text.scheduler import Request, Scheduler, StepPlan
 from graphpass.text.step import StepInputs, StepTokens
 
 
@@ -89,15 +89,12 @@ class Generation:
             self._speculation = Speculation(drafter, draft_tokens, vocab_size)
         self._scheduler = Scheduler(
             attention.pages,
-            ScheduleLimits(
-                num_pages=attention.cache.num_pages,
-                page_size=attention.cache.page_size,
-                max_num_reqs=len(last_rows),
-                max_num_tokens=max_num_tokens,
-                max_seq_len=attention.max_seq_len,
-                vocab_size=vocab_size,
-                draft_tokens=draft_tokens,
-            ),
+            page_size=attention.cache.page_size,
+            max_num_reqs=len(last_rows),
+            max_num_tokens=max_num_tokens,
+            max_seq_len=attention.max_seq_len,
+            vocab_size=vocab_size,
+            draft_tokens=draft_tokens,
         )
         device = last_rows.device
         self._runs_ahead = (device.type == "cuda" and not draft_tokens) if run_ahead is None else run_ahead

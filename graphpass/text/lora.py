@@ -209,11 +209,7 @@ class LoraAdapters:
         return AdapterBatch({key: torch.from_numpy(value).to(device) for key, value in inputs.items()}, num_active)
 
     def numbers_of(self, names: Sequence[str | None]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
-        """The slot of each row, all slots with those in use first, and the number in use.
-
-        Raises:
-            OptionError: an adapter is not loaded.
-        """
+        """The slot of each row, all slots with those in use first, and the number in use."""
         slots = [NO_ADAPTER if name is None else self.slot_of(name) for name in names]
         used = sorted({*slots} - {NO_ADAPTER})
         order = [*used, *(slot for slot in range(self.max_loras) if slot not in used)]
@@ -318,39 +314,30 @@ def _targeted_layers(model: nn.Module, targets: Collection[str]) -> dict[str, nn
 
 def _pairs_of(name: str, weights: Mapping[str, Any]) -> dict[str, Any]:
     """An adapter's weights as {layer: (A, B)}; they may have this form, or be a state dict with PEFT's names."""
-    if not any(isinstance(value, torch.Tensor) for value in weights.values()):
+    if weights and not any(isinstance(value, torch.Tensor) for value in weights.values()):
         return dict(weights)
     halves: dict[str, dict[str, Any]] = {}
+    wrong = []
     for key, tensor in weights.items():
         found = _STATE_DICT_NAME.fullmatch(key)
         if found is None:
-            raise OptionError(
-                f"adapter {name!r} contains something else than low-rank pairs of linear layers",
-                expected="names like base_model.model.<layer>.lora_A.weight, or {layer: (A, B)}",
-                found=repr(key),
-                remedy="pass only lora_A and lora_B of linear layers; other kinds of adapters are not supported",
-            )
-        halves.setdefault(found["path"], {})[found["which"]] = tensor
-    for path, pair in halves.items():
-        if len(pair) < 2:
-            raise OptionError(
-                f"adapter {name!r} has only one half of a pair",
-                expected=f"lora_A and lora_B of {path}",
-                found=f"lora_{next(iter(pair))} alone",
-                remedy="pass the whole state dict of the adapter",
-            )
+            wrong.append(repr(key))
+        else:
+            halves.setdefault(found["path"], {})[found["which"]] = tensor
+    wrong += [f"lora_{next(iter(pair))} alone of {path}" for path, pair in halves.items() if len(pair) < 2]
+    if wrong or not halves:
+        raise OptionError(
+            f"adapter {name!r} is not made of low-rank pairs of linear layers",
+            expected="lora_A and lora_B of each layer, with names like base_model.model.<layer>.lora_A.weight, or "
+            "{layer: (A, B)}",
+            found=wrong[0] if wrong else "no weights",
+            remedy="pass the whole state dict of an adapter of linear layers; a request without an adapter has None",
+        )
     return {path: (pair["A"], pair["B"]) for path, pair in halves.items()}
 
 
 def _check_pairs(name: str, pairs: Mapping[str, Any], layers: Mapping[str, LoraLinear], max_rank: int) -> None:
-    """Refuse an adapter without pairs, with a pair for no target, or with a pair that does not fit its layer."""
-    if not pairs:
-        raise OptionError(
-            f"adapter {name!r} has no weights",
-            expected="{layer: (A, B)}, at least one pair",
-            found="none",
-            remedy="run requests without an adapter (None) instead",
-        )
+    """Refuse an adapter with a pair for no target, or with a pair that does not fit its layer."""
     for path, pair in pairs.items():
         if path not in layers:
             raise OptionError(
@@ -368,23 +355,17 @@ def _check_pairs(name: str, pairs: Mapping[str, Any], layers: Mapping[str, LoraL
             and pair[1].shape == (layer.out_features, rank)
             and all(t.dtype == weight.dtype and t.device == weight.device for t in pair)
         )
-        if not fits:
-            raise ShapeError(
-                f"{path} of adapter {name!r} does not fit",
-                expected=f"A (rank, {layer.in_features}) and B ({layer.out_features}, rank), rank at most {max_rank}, "
-                f"{weight.dtype} on {weight.device}",
-                found=", ".join(f"{tuple(t.shape)} {t.dtype} on {t.device}" for t in pair)
-                if is_pair
-                else repr(pair)[:80],
-                remedy="pass it in the layer's dtype and on its device, or make LoraAdapters with a larger max_rank",
-            )
-        if not all(bool(t.isfinite().all()) for t in pair):
-            raise ShapeError(
-                f"{path} of adapter {name!r} is not finite",
-                expected="finite numbers: for tokens of other adapters they are multiplied by zero",
-                found="an infinity or NaN",
-                remedy="check the file that the weights were loaded from",
-            )
+        if fits and all(bool(t.isfinite().all()) for t in pair):
+            continue
+        found = ", ".join(f"{tuple(t.shape)} {t.dtype} on {t.device}" for t in pair) if is_pair else repr(pair)[:80]
+        raise ShapeError(
+            f"{path} of adapter {name!r} does not fit",
+            expected=f"finite A (rank, {layer.in_features}) and B ({layer.out_features}, rank), rank at most "
+            f"{max_rank}, {weight.dtype} on {weight.device}",
+            found=f"{found}, of which one is not finite" if fits else found,
+            remedy="check the file of the weights, pass them in the layer's dtype and on its device, or make "
+            "LoraAdapters with a larger max_rank",
+        )
 
 
 # -- the layer and its op ----------------------------------------------------------------------------------------------

@@ -112,36 +112,33 @@ class StepPlan(NamedTuple):
     same_rows: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleLimits:
-    """Limits of a :class:`Scheduler`."""
-
-    num_pages: int  #: number of pages when all are free
-    page_size: int  #: tokens per page
-    max_num_reqs: int  #: most requests that run at once
-    max_num_tokens: int  #: most tokens of a step; ``max_num_reqs * (1 + draft_tokens)`` of them always fit
-    max_seq_len: int  #: most tokens of a request, prompt and new tokens together
-    vocab_size: int | None = None  #: number of token ids; None if it is unknown, then prompts are not checked
-    draft_tokens: int = 0  #: most drafts per row
-
-    def __post_init__(self) -> None:
-        for name in ("num_pages", "page_size", "max_num_reqs", "max_num_tokens", "max_seq_len"):
-            positive(getattr(self, name), f"{name} of a schedule")
-        check_budget(self.max_num_reqs, self.max_num_tokens, self.draft_tokens)
-
-
 class Scheduler:
-    """Plans steps until every request has all its tokens."""
+    """Plans steps until every request has all its tokens.
 
-    def __init__(self, pages: PageAllocator, limits: ScheduleLimits) -> None:
-        self._source, self._limits = pages, limits
+    A step has at most ``max_num_tokens``, in which ``max_num_reqs * (1 + draft_tokens)`` always fit; a row has at most
+    ``draft_tokens`` drafts. Prompts are not checked against a ``vocab_size`` of None.
+    """
+
+    def __init__(
+        self,
+        pages: PageAllocator,
+        *,
+        page_size: int,
+        max_num_reqs: int,
+        max_num_tokens: int,
+        max_seq_len: int,
+        vocab_size: int | None = None,
+        draft_tokens: int = 0,
+    ) -> None:
+        check_budget(positive(max_num_reqs, "max_num_reqs of a schedule"), max_num_tokens, draft_tokens)
+        self._source, self._page_size, self._vocab_size = pages, page_size, vocab_size
+        self._max_num_tokens, self._max_seq_len, self._draft_tokens = max_num_tokens, max_seq_len, draft_tokens
         self._waiting: deque[Request] = deque()
         self._slot_of: dict[Request, int] = {}  # in the order of admission
         self._pages_of: dict[Request, list[int]] = {}
-        self._free_slots = list(range(limits.max_num_reqs))[::-1]
-        self._computed, self._prompt, self._new, self._limit = np.zeros((4, limits.max_num_reqs), dtype=np.int64)
-        most_pages = -(-limits.max_seq_len // limits.page_size)
-        self._block_tables = np.zeros((limits.max_num_reqs, most_pages), dtype=np.int32)
+        self._free_slots = list(range(max_num_reqs))[::-1]
+        self._computed, self._prompt, self._new, self._limit = np.zeros((4, max_num_reqs), dtype=np.int64)
+        self._block_tables = np.zeros((max_num_reqs, -(-max_seq_len // page_size)), dtype=np.int32)
         self._running: list[Request] = []
         self._slots: Ints = np.zeros(0, dtype=np.int64)
         self._rows_changed = False
@@ -149,24 +146,24 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """Refuse a request that can never run; the request is not queued."""
-        if self._limits.vocab_size is not None and request.prompt.max() >= self._limits.vocab_size:
+        if self._vocab_size is not None and request.prompt.max() >= self._vocab_size:
             raise OptionError(
                 f"{request.name} contains a token that is not in the model's vocabulary",
-                expected=f"token ids below {self._limits.vocab_size}",
+                expected=f"token ids below {self._vocab_size}",
                 found=str(request.prompt.max()),
                 remedy="use the tokenizer of this model",
             )
-        if request.max_length > self._limits.max_seq_len:
+        if request.max_length > self._max_seq_len:
             raise ShapeError(
                 f"{request.name} is too long",
-                expected=f"at most {self._limits.max_seq_len} tokens (max_seq_len), prompt and new tokens together",
+                expected=f"at most {self._max_seq_len} tokens (max_seq_len), prompt and new tokens together",
                 found=f"{len(request.prompt)} + {request.max_new_tokens}",
                 remedy="shorten the prompt, lower max_new_tokens, or create the model with a larger max_seq_len",
             )
-        if self._pages_needed(request) > self._limits.num_pages:
+        if self._pages_needed(request) > self._source.num_pages:
             raise ShapeError(
                 f"{request.name} needs more pages than the KV cache has",
-                expected=f"at most {self._limits.num_pages} pages (num_pages) of {self._limits.page_size} tokens",
+                expected=f"at most {self._source.num_pages} pages (num_pages) of {self._page_size} tokens",
                 found=f"{self._pages_needed(request)} pages for {request.max_length} tokens",
                 remedy="create the model with more pages, or lower max_new_tokens",
             )
@@ -220,7 +217,7 @@ class Scheduler:
         if np.logical_or.reduce(plan.ends):
             self._rows_changed = True
         # If every row has one token, the plan has all running requests, because max_num_tokens >= max_num_reqs.
-        repeats = plan.same_rows or (plan.uniform_decode and not self._limits.draft_tokens and plan.samples.all())
+        repeats = plan.same_rows or (plan.uniform_decode and not self._draft_tokens and plan.samples.all())
         self._decode = plan if repeats and not self._rows_changed else None
         return plan
 
@@ -231,7 +228,7 @@ class Scheduler:
         self._new[slot] += num_drafts
 
     def _pages_needed(self, request: Request) -> int:
-        return -(-request.max_length // self._limits.page_size)
+        return -(-request.max_length // self._page_size)
 
     def _admit(self) -> None:
         while self._waiting and self._free_slots:
@@ -251,7 +248,7 @@ class Scheduler:
             raise OutOfPagesError(
                 f"{self._waiting[0].name} waits for pages, but no request runs that could free them",
                 expected=f"{self._pages_needed(self._waiting[0])} free pages when no request runs",
-                found=f"{self._source.num_free} of {self._limits.num_pages}",
+                found=f"{self._source.num_free} of {self._source.num_pages}",
                 remedy="finish or close the other users of this manager's KV cache",
             )
 
@@ -277,7 +274,7 @@ class Scheduler:
         decodes = left <= 0
         drafts = np.zeros(len(left), dtype=np.int64) if guess is None else self._guessed(decodes, guess)
         wanted = np.where(decodes, 0, left)
-        budget = self._limits.max_num_tokens - int(decodes.sum() + drafts.sum())
+        budget = self._max_num_tokens - int(decodes.sum() + drafts.sum())
         granted = np.clip(budget - (np.cumsum(wanted) - wanted), 0, wanted)
         query_lens = np.where(decodes, 1 + drafts, granted)
         rows = np.flatnonzero(query_lens)
@@ -286,7 +283,7 @@ class Scheduler:
         samples = self._computed[slots] >= self._prompt[slots]
         self._new[slots] += samples
         seq_lens = self._computed[slots] + drafts
-        uniform = 1 + self._limits.draft_tokens
+        uniform = 1 + self._draft_tokens
         if fill and query_lens.max() <= uniform <= seq_lens.min():
             query_lens = np.full(len(rows), uniform)
         return StepPlan(
@@ -306,7 +303,7 @@ class Scheduler:
 
     def _guessed(self, decodes: Flags, guess: Guess) -> Ints:
         """Number of drafts per running request: fewer than its tokens to come, since one new token is certain."""
-        most = np.minimum(self._limits.draft_tokens, self._limit[self._slots] - self._new[self._slots] - 1)
+        most = np.minimum(self._draft_tokens, self._limit[self._slots] - self._new[self._slots] - 1)
         drafts = np.zeros(len(decodes), dtype=np.int64)
         for row in np.flatnonzero(decodes & (most > 0)).tolist():
             drafts[row] = guess(self._running[row], int(most[row]))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from graphpass.errors import GraphpassError, OptionError, OutOfPagesError, ShapeError
 from graphpass.text import Generation, PageAllocator, Request
-from graphpass.text.scheduler import ScheduleLimits, Scheduler
+from graphpass.text.scheduler import Scheduler
 from graphpass.text.step import StepInputs
 from tests.unit.text.known_model import (
     ARRIVALS,
@@ -154,9 +154,7 @@ def test_a_manager_of_another_model_generates_nothing() -> None:
 
 def test_decode_steps_of_the_same_requests_reuse_their_inputs() -> None:
     pages = PageAllocator(16)
-    scheduler = Scheduler(
-        pages, ScheduleLimits(num_pages=16, page_size=4, max_num_reqs=4, max_num_tokens=16, max_seq_len=16)
-    )
+    scheduler = Scheduler(pages, page_size=4, max_num_reqs=4, max_num_tokens=16, max_seq_len=16)
     for index, prompt in enumerate([[1, 2, 3], [4], [5, 6]]):
         scheduler.add(Request.of(str(index), prompt, 6))
     inputs, tokens = StepInputs(16, (4,), torch.device("cpu")), torch.tensor([70, 71, 72, 73])

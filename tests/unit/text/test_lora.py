@@ -260,12 +260,12 @@ GOOD = (torch.ones(2, WIDTH), torch.ones(8, 2))
 @pytest.mark.parametrize(
     ("weights", "error", "message"),
     [
-        ({}, OptionError, "has no weights"),
+        ({}, OptionError, "found no weights"),
         ({"left": GOOD}, OptionError, "a layer that takes no adapters"),
         ({"uo": GOOD}, OptionError, "did you mean 'up'"),
-        ({"up": GOOD[0]}, OptionError, "something else than low-rank pairs"),
-        ({"up.lora_A.weight": GOOD[0]}, OptionError, "one half of a pair.*lora_A alone"),
-        ({"up.lora_embedding_A": GOOD[0]}, OptionError, "something else than low-rank pairs"),
+        ({"up": GOOD[0]}, OptionError, "not made of low-rank pairs"),
+        ({"up.lora_A.weight": GOOD[0]}, OptionError, "not made of low-rank pairs.*lora_A alone of up"),
+        ({"up.lora_embedding_A": GOOD[0]}, OptionError, "not made of low-rank pairs"),
         ({"up": None}, ShapeError, "up of adapter 'a' does not fit"),
         ({"up": (torch.ones(5, WIDTH), torch.ones(8, 5))}, ShapeError, r"rank at most 4.*\(5, 6\)"),
         ({"up": (torch.ones(0, WIDTH), torch.ones(8, 0))}, ShapeError, "does not fit"),

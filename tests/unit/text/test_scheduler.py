@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from graphpass.errors import GraphpassError, OptionError, OutOfPagesError, ShapeError
 from graphpass.text import Request
-from graphpass.text.scheduler import ScheduleLimits, Scheduler, StepPlan
+from graphpass.text.scheduler import Scheduler, StepPlan
 
 PAGE_SIZE, VOCABULARY = 4, 50
 
@@ -21,7 +21,7 @@ class CheckedPages:
     """Pages 2, 3, ... of which each has one owner, the lowest free ones first, so that pages are soon used again."""
 
     def __init__(self, num_pages: int) -> None:
-        self.free_pages = list(range(2, 2 + num_pages))
+        self.num_pages, self.free_pages = num_pages, list(range(2, 2 + num_pages))
 
     @property
     def num_free(self) -> int:
@@ -40,14 +40,11 @@ class CheckedPages:
 def make_scheduler(num_pages: int = 16, *, reqs: int = 3, tokens: int = 8, length: int = 24) -> Scheduler:
     return Scheduler(
         CheckedPages(num_pages),
-        ScheduleLimits(
-            num_pages=num_pages,
-            page_size=PAGE_SIZE,
-            max_num_reqs=reqs,
-            max_num_tokens=tokens,
-            max_seq_len=length,
-            vocab_size=VOCABULARY,
-        ),
+        page_size=PAGE_SIZE,
+        max_num_reqs=reqs,
+        max_num_tokens=tokens,
+        max_seq_len=length,
+        vocab_size=VOCABULARY,
     )
 
 
@@ -168,9 +165,7 @@ def test_requests_can_be_removed_in_every_state() -> None:
 def test_waiting_for_foreign_pages_is_an_error() -> None:
     pages = CheckedPages(4)
     pages.allocate(3)
-    scheduler = Scheduler(
-        pages, ScheduleLimits(num_pages=4, page_size=4, max_num_reqs=1, max_num_tokens=4, max_seq_len=16)
-    )
+    scheduler = Scheduler(pages, page_size=4, max_num_reqs=1, max_num_tokens=4, max_seq_len=16)
     scheduler.add(make_request("request 0", 4, 4))
     with pytest.raises(OutOfPagesError, match="request 0 waits for pages") as caught:
         scheduler.plan()
@@ -276,9 +271,10 @@ class Model:
         self.pages = CheckedPages(num_pages)
         self.scheduler = Scheduler(
             self.pages,
-            ScheduleLimits(
-                num_pages=num_pages, page_size=PAGE_SIZE, max_num_reqs=reqs, max_num_tokens=tokens, max_seq_len=24
-            ),
+            page_size=PAGE_SIZE,
+            max_num_reqs=reqs,
+            max_num_tokens=tokens,
+            max_seq_len=24,
         )
         self.limits = (reqs, tokens)
         self.arrivals = arrivals

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from graphpass.errors import OptionError
 from graphpass.text import Generation, NgramDrafter, Request
-from graphpass.text.scheduler import Ints, ScheduleLimits, Scheduler, StepPlan
+from graphpass.text.scheduler import Ints, Scheduler, StepPlan
 from tests.unit.text.known_model import (
     ARRIVALS,
     MAX_LENGTH,
@@ -259,9 +259,9 @@ def test_steps_with_drafts_do_not_run_ahead() -> None:
     ],
 )
 def test_the_budget_holds_all_drafts(draft_tokens: Any, words: str) -> None:
-    sizes = {"num_pages": 4, "page_size": 4, "max_num_reqs": 3, "max_num_tokens": 8, "max_seq_len": 16}
+    sizes = {"page_size": 4, "max_num_reqs": 3, "max_num_tokens": 8, "max_seq_len": 16}
     with pytest.raises(OptionError, match=words):
-        ScheduleLimits(**sizes, draft_tokens=draft_tokens)
+        Scheduler(CheckedPages(4), **sizes, draft_tokens=draft_tokens)
 
 
 # -- the scheduler's part --------------------------------------------------------------------------------------------
@@ -279,14 +279,11 @@ def test_plans_with_drafts(
     """No row is longer than it may be, positions follow what was accepted, and full rows are uniform decodes."""
     scheduler = Scheduler(
         CheckedPages(40),
-        ScheduleLimits(
-            num_pages=40,
-            page_size=4,
-            max_num_reqs=4,
-            max_num_tokens=4 * (1 + draft_tokens),
-            max_seq_len=36,
-            draft_tokens=draft_tokens,
-        ),
+        page_size=4,
+        max_num_reqs=4,
+        max_num_tokens=4 * (1 + draft_tokens),
+        max_seq_len=36,
+        draft_tokens=draft_tokens,
     )
     known = {}
     for index, (num_prompt, max_new) in enumerate(prompts):
