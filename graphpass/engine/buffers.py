@@ -34,24 +34,36 @@ class PaddedInputs:
 
 
 class RealInputs:
-    """The real entries of the inputs, at one real size in one padded shape, and the copies of batches to them."""
+    """The inputs at one real size in one padded shape: fills the buffers with batches, and copies writes back."""
 
-    def __init__(self, sizes: Sizes, padded: PaddedInputs, spans: Sequence[int]) -> None:
+    def __init__(self, buffers: InputBuffers, sizes: Sizes, padded: PaddedInputs, args: list[Any]) -> None:
         self.sizes, self.padded = sizes, padded  #: the real size of each key field, and the buffers at the padded shape
-        self._spans = spans  # the addresses at which the memory of a buffer starts and ends, sorted
+        self._buffers, self._args = buffers, args
         with torch.inference_mode(False), torch.no_grad():
             #: {input name: view of its real entries}
             self.targets = {name: cut(view, padded.dims[name], sizes) for name, view in padded.arguments.items()}
         self._fit: Callable[..., bool] | None = None
         self._copies: GroupedCopies | None = None
 
-    def copy_in(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        """Copy a batch into the buffers, with one launch for each dtype; unchanged if an input does not fit."""
+    def placed(self, _: object) -> list[Any]:
+        """The flat arguments of the graph at the padded shape."""
+        return self._args
+
+    def fill(self, inputs: Mapping[str, torch.Tensor] | None) -> None:
+        """Copy a batch into the buffers, all inputs in one fused copy, and write the padding after it.
+
+        Without ``inputs`` the buffers contain the batch already. If an input does not fit, the buffers are unchanged.
+        """
+        if inputs is not None:
+            self._copy_in(inputs)
+        self._buffers.pad(self)
+
+    def _copy_in(self, inputs: Mapping[str, torch.Tensor]) -> None:
         fit, copies = self._fit, self._copies
         if fit is not None and copies is not None and inputs.keys() == self.targets.keys():
             values = [inputs[name] for name in self.targets]
             # guard: known_inputs_fit
-            if fit(*values) and not any(map(self._is_own, values)):
+            if fit(*values) and not any(map(self._buffers.contain, values)):
                 copies.run(values)
                 return
         sources = self.checked(inputs)
@@ -59,10 +71,6 @@ class RealInputs:
         copies.run(sources)
         # Later batches in the layouts of this one are compared with it in one native call.
         self._fit, self._copies = memory.layouts_of(sources), copies
-
-    def _is_own(self, value: torch.Tensor) -> bool:
-        """Whether a tensor lies in the memory of a buffer."""
-        return bool(bisect_right(self._spans, value.data_ptr()) & 1)
 
     def copy_back(
         self, inputs: Mapping[str, torch.Tensor] | None, names: Iterable[str], outputs: Iterable[Any]
@@ -88,7 +96,7 @@ class RealInputs:
         for name, target in self.targets.items():
             value = inputs[name]
             check_fits(name, value, target)
-            if value.data_ptr() != target.data_ptr() and self._is_own(value):
+            if value.data_ptr() != target.data_ptr() and self._buffers.contain(value):
                 value = value.clone()  # guard: manager_buffers_as_inputs
             sources.append(value)
         return sources
@@ -123,6 +131,7 @@ class InputBuffers(PaddedMemory[str]):
         self.tensors = {name: cut(self._memory[name], dims, self.largest) for name, dims in self._dims.items()}
         storages = [memory.untyped_storage() for memory in self._memory.values()]
         ends = ((storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages)
+        # The addresses at which the memory of a buffer starts and ends.
         self._spans = sorted(address for span in ends for address in span)
         self._filled = dict.fromkeys(self.largest, 0)
         self._at: dict[tuple[int, ...], PaddedInputs] = {}
@@ -148,17 +157,16 @@ class InputBuffers(PaddedMemory[str]):
         """Write the padding of these inputs again in every step, because the model writes to it."""
         self._computed.update(names)
 
-    def real(self, sizes: Sizes, padded: PaddedInputs) -> RealInputs:
-        """The real entries of batches of ``sizes`` in the buffers at a padded shape, for :meth:`fill`."""
-        return RealInputs(sizes, padded, self._spans)
+    def real(self, sizes: Sizes, padded: PaddedInputs, args: list[Any] | None = None) -> RealInputs:
+        """The inputs of batches of ``sizes`` in the buffers at a padded shape; ``args`` are those of its graph."""
+        return RealInputs(self, sizes, padded, args or [])
 
-    def fill(self, inputs: Mapping[str, torch.Tensor] | None, real: RealInputs) -> None:
-        """Copy a batch into the buffers, all inputs in one fused copy, and write the padding after it.
+    def contain(self, value: torch.Tensor) -> bool:
+        """Whether a tensor lies in the memory of a buffer."""
+        return bool(bisect_right(self._spans, value.data_ptr()) & 1)
 
-        Without ``inputs`` the buffers contain the batch already. If an input does not fit, the buffers are unchanged.
-        """
-        if inputs is not None:
-            real.copy_in(inputs)
+    def pad(self, real: RealInputs) -> None:
+        """Write the padding after a batch that is in the buffers."""
         for field, size in real.sizes.items():
             if size != self._filled[field]:
                 self._pad_after(field, size)

@@ -22,7 +22,7 @@ from graphpass.compat import trees
 from graphpass.dispatch.recurring import LEAST_REPLAYS, NO_ROOM, NOISE, OwnGraph, OwnGraphs, bytes_allowed
 from graphpass.engine.buffers import PaddedInputs, RealInputs, Sizes
 from graphpass.engine.model import Model, fields_named, nothing_reached
-from graphpass.engine.recipe import Recipe, leaf_sources
+from graphpass.engine.recipe import Recipe, StepResults, leaf_sources
 from graphpass.engine.stats import keys_by_group
 from graphpass.errors import CaptureError, StaticInputError
 from graphpass.keys import CUDAGraphMode
@@ -33,20 +33,15 @@ from graphpass.ledger import Row, why_failed
 from graphpass.progress import capture_progress
 from graphpass.ranks.conversation import AgreedSteps
 from graphpass.report.records import MemoryGrowth
+from graphpass.servedsize import ServedSize
 
 _TIMED_STEPS = 10
 _MOST_STEPS = 512
 """The real sizes of which a captured key keeps what their steps look up; beyond it, all are looked up again."""
 
 
-@dataclass(slots=True)
-class KnownStep:
-    """What the first step of a captured key at one real size has looked up, for all later ones."""
-
-    inputs: RealInputs
-    views: list[Any]  #: the leaves of the result: views of the output buffers at the real size
-    row: Row  #: the counts of the key's replays
-    replays: int = 0  #: steps at this size
+ServedStep: TypeAlias = ServedSize[RealInputs, StepResults]
+"""What serves steps of one real size over a captured key."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,10 +57,10 @@ class CapturedKey:
     args: list[Any] = field(default_factory=list)
     model: ModelState | None = None  #: of the capture, compared before a step without Dynamo; None through Dynamo
     generation: int = 0  #: the pool's generation at capture
-    returns_flat: bool = False  #: the plan returns a flat tuple or list
+    flat_of: Callable[[Any], Sequence[Any]] | None = None  #: the flat outputs of PIECEWISE graphs; None for a FULL one
     beside_metadata: ContextReads | None = None  #: what the graph reads of the context besides attention metadata
     is_bare: bool = False  #: the key has a FULL graph that reads nothing of the forward context
-    steps: dict[tuple[int, ...], KnownStep] = field(default_factory=dict)  #: {real size of each key field: its steps}
+    steps: dict[tuple[int, ...], ServedStep] = field(default_factory=dict)  #: {real size of each key field: its steps}
 
 
 Checked: TypeAlias = dict[CapturedKey, Any]
@@ -267,13 +262,19 @@ class CapturedKeys:
         generation = self._runtime.lease.generation
         return generation == captured.generation and captured.plan.serves(captured.args)  # guard: manager_dead_graphs
 
-    def first_step(self, captured: CapturedKey, sizes: Sizes, row: Row) -> KnownStep:
-        """Look up what all steps of a captured key at these real sizes need; ``row`` counts the key's replays."""
-        if len(captured.steps) >= _MOST_STEPS:
-            captured.steps.clear()
-        inputs = self._inputs.real(sizes, captured.inputs)
-        known = captured.steps[tuple(sizes.values())] = KnownStep(inputs, captured.recipe.views(sizes), row)
+    def steps_of(self, captured: CapturedKey, sizes: Sizes, row: Row) -> ServedStep:
+        """What serves the steps of a captured key at these real sizes; ``row`` counts those of the key."""
+        known = captured.steps.get(tuple(sizes.values()))
+        if known is None:
+            if len(captured.steps) >= _MOST_STEPS:
+                captured.steps.clear()
+            known = captured.steps[tuple(sizes.values())] = self.step_of_sizes(captured, sizes, row)
         return known
+
+    def step_of_sizes(self, captured: CapturedKey, sizes: Sizes, row: Row) -> ServedStep:
+        """:meth:`steps_of`, which nothing remembers."""
+        inputs = self._inputs.real(sizes, captured.inputs, captured.args)
+        return ServedSize(inputs, StepResults.of(captured.recipe, inputs, captured.flat_of), captured.plan, row)
 
     @contextlib.contextmanager
     def _changed(self, keys: Sequence[Key]) -> Iterator[None]:
@@ -366,6 +367,7 @@ class CapturedKeys:
                 return {}
             self._states[call.callable] = state
         plan, has_context = call.plan, self._model.attention is not None
+        flat_of = tuple if call.callable.returns_flat else _flat
         if plan is not None and (plan.reads.numbers or plan.reads.paths):
             has_context = True  # guard: steps_that_read_the_context
         return {
@@ -373,7 +375,7 @@ class CapturedKeys:
             "args": list(call.args),
             "model": state,
             "generation": self._runtime.lease.generation,
-            "returns_flat": call.callable.returns_flat,
+            "flat_of": flat_of if mode is CUDAGraphMode.PIECEWISE else None,
             "beside_metadata": None if plan is None else plan.reads.beside("attn_metadata"),
             "is_bare": plan is not None and mode is CUDAGraphMode.FULL and not has_context,
         }
@@ -410,8 +412,8 @@ class CapturedKeys:
             return []
         replays: dict[tuple[_Kind, int], Counter[Key]] = {}
         for key, captured in list(self._by_key.items()):
-            for known in list(captured.steps.values()):
-                size = (_kind_of(key), known.inputs.sizes["num_tokens"])
+            for sizes, known in list(captured.steps.items()):
+                size = (_kind_of(key), dict(zip(self._inputs.largest, sizes, strict=True))["num_tokens"])
                 replays.setdefault(size, Counter())[key] += known.replays
         found, of_all = [], self._all()
         for (kind, num_tokens), by_key in replays.items():
@@ -566,6 +568,10 @@ class CapturedKeys:
         self._unused.clear()
         self._dispatcher.forget_captured()
         self._runtime.close()
+
+
+def _flat(outputs: Any) -> Sequence[Any]:
+    return trees.flatten(outputs)[0]
 
 
 def _is_beyond_one(keys: Sequence[Key]) -> bool:

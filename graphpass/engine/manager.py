@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -17,12 +18,14 @@ import torch
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.settings import replay_settings
 from graphpass.compat import operators, trees
+from graphpass.context import entered
 from graphpass.dispatch.dispatcher import CudagraphDispatcher
 from graphpass.dispatch.keys import Dispatch, DispatchReason
 from graphpass.engine.batch import AttentionMetadataBuilder, Batch, ForwardHooks, InputSpec
-from graphpass.engine.buffers import InputBuffers, RealInputs, Sizes
-from graphpass.engine.captured import CapturedKey, CapturedKeys, Checked, KnownStep
+from graphpass.engine.buffers import InputBuffers, PaddedInputs, RealInputs, Sizes
+from graphpass.engine.captured import CapturedKey, CapturedKeys, Checked, ServedStep
 from graphpass.engine.model import GraphChecks, Model, fields_named
+from graphpass.engine.recipe import Recipe
 from graphpass.engine.stats import ManagerStats
 from graphpass.errors import CaptureError, OptionError, ShapeError, positive
 from graphpass.keys import BatchDescriptor, CUDAGraphMode, resolve_mode
@@ -34,6 +37,7 @@ from graphpass.ranks.conversation import IDLE_TOKENS, AgreedSteps
 from graphpass.ranks.decision import AgreedStep
 from graphpass.ranks.group import DataParallelAgreement
 from graphpass.report import Report
+from graphpass.servedsize import run
 
 _AS_IT_IS = contextlib.nullcontext()
 _OWN_OPTIONS = ("mode", "capture_sizes", "dynamic_dims", "outputs", "runtime", "lazy_capture")
@@ -372,9 +376,7 @@ class CudaGraphManager:
             return self._without_graph(step, batch)
         key = (decision.mode, decision.descriptor)
         captured = self._captured.of(key, checked)
-        known = captured.steps.get(tuple(step.sizes.values()))
-        if known is None:
-            known = self._captured.first_step(captured, step.sizes, self._replays[key])
+        known = self._captured.steps_of(captured, step.sizes, self._replays[key])
         result = self._replayed(step, batch, captured, known, checked)
         known.replays += 1
         row = known.row
@@ -385,28 +387,29 @@ class CudaGraphManager:
         return result
 
     def _replayed(
-        self, step: _NextStep, batch: Batch, captured: CapturedKey, known: KnownStep, checked: Checked
+        self, step: _NextStep, batch: Batch, captured: CapturedKey, known: ServedStep, checked: Checked
     ) -> Any:
         """The result of a step over the graph of a key; counts nothing."""
-        decision, leaves = step.decision, None
+        decision, model, recipe = step.decision, self._model, captured.recipe
         with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
             if captured.is_bare and not self._is_hooked:  # no forward context is made, as the graph reads none
-                plan, lease = captured.plan, self._model.runtime.lease
-                assert plan is not None
-                lease.acquire_for_one_replay("a manager")
-                try:
-                    self._inputs.fill(batch.inputs, known.inputs)
-                    plan.inputs.check(captured.args)
-                    plan.run(captured.args, lease)
-                finally:
-                    lease.release()
-            else:
-                if self._is_hooked or captured.plan is None or decision.mode is not CUDAGraphMode.FULL:
-                    checked.clear()  # guard: attended_steps
-                key = (decision.mode, decision.descriptor)
-                leaves = self._forward(key, known.inputs, captured, step, batch, checked)
-            known.inputs.copy_back(batch.inputs, captured.recipe.mutated, captured.recipe.buffers)
-            return captured.recipe.result(known.views, leaves)
+                return run(known, batch.inputs, model.runtime.lease, "a manager")
+            mode, real = decision.mode, known.inputs
+            if self._is_hooked or captured.plan is None or mode is not CUDAGraphMode.FULL:
+                checked.clear()  # guard: attended_steps
+            if captured.plan is None:
+                leaves = self._forward(mode, decision.descriptor, real, step, batch, partial(_stored, model, recipe))
+                return known.results.of_step(batch.inputs, leaves)
+            metadata, entered = self._filled(mode, decision.descriptor, real, step, batch)
+            reads = None
+            # guard: metadata_of_unattended_steps
+            if metadata is not None and checked.get(captured) is metadata:
+                reads = captured.beside_metadata
+            elif captured in checked:
+                checked[captured] = metadata
+            with entered as context, model.hooked(mode), fields_named(model.attention, metadata):
+                lease = model.runtime.lease
+                return run(known, batch.inputs, lease, "a manager", context=context, reads=reads, is_filled=True)
 
     def _example_step(self, key: Key, captured: CapturedKey, sizes: Sizes | None) -> Callable[..., Any]:
         """A step of a captured key, which is not counted: from inputs of these sizes, or None over padding alone."""
@@ -414,11 +417,11 @@ class CudaGraphManager:
         sizes = sizes or dict.fromkeys(self._inputs.largest, 0)
         step = _NextStep(Dispatch(mode, descriptor, DispatchReason.EXACT), sizes)
         attention = self._model.example(descriptor)
-        known = KnownStep(self._inputs.real(sizes, captured.inputs), captured.recipe.views(sizes), Row())
+        known = self._captured.step_of_sizes(captured, sizes, Row())
         checked: Checked = {captured: None}
         rows = [row for row, _ in captured.plan.rows] if captured.plan is not None else []
 
-        def run(inputs: Mapping[str, torch.Tensor] | None = None) -> Any:
+        def run_example(inputs: Mapping[str, torch.Tensor] | None = None) -> Any:
             before = [(row.n, row.items) for row in rows]
             batch = Batch(sizes["num_tokens"], inputs=inputs, attention=attention)
             result = self._replayed(step, batch, captured, known, checked)
@@ -426,7 +429,7 @@ class CudaGraphManager:
                 row.n, row.items = counts
             return result
 
-        return run
+        return run_example
 
     def _without_graph(self, step: _NextStep, batch: Batch) -> Any:
         """Run the model over a batch at its real number of tokens; uncompiled if it is compiled for one token alone."""
@@ -462,64 +465,57 @@ class CudaGraphManager:
                 # Inputs with a request dimension have all their rows: regions are not compiled for each count.
                 padded = self._inputs.at({**self._inputs.largest, "num_tokens": num_tokens})
                 inputs = self._inputs.real(step.sizes, padded)
-                run = model.uncompiled if is_uncompiled else None
-                result = self._forward((CUDAGraphMode.NONE, key), inputs, None, step, batch, {}, run)
+                call = partial(_uncompiled, model) if is_uncompiled else partial(_stored, model, recipe)
+                result = self._forward(CUDAGraphMode.NONE, key, inputs, step, batch, call)
                 inputs.copy_back(batch.inputs, recipe.mutated, recipe.buffers)
                 if is_uncompiled:
                     return trees.map_tensors(torch.Tensor.detach, result)
                 return recipe.result(recipe.views(step.sizes), result)
             return recipe.result(recipe.views(step.sizes))
 
-    def _forward(
+    def _filled(
         self,
-        key: Key,
+        mode: CUDAGraphMode,
+        descriptor: BatchDescriptor,
         real: RealInputs,
-        captured: CapturedKey | None,
         step: _NextStep,
         batch: Batch,
-        checked: Checked,
-        uncompiled: Callable[..., Any] | None = None,
-    ) -> Any:
-        """Fill the buffers, and replay the key's graph or run the model in a forward context.
-
-        The result is in the buffers of its recipe. Returns the result of ``uncompiled``, if that is run instead, or the
-        leaves of the result, if the model's Python code has run, or None.
-        """
-        (mode, descriptor), inputs, model = key, real.padded, self._model
-        lease = model.runtime.lease
-        plan, recipe = (None, model.recipe()) if captured is None else (captured.plan, captured.recipe)
-        # A replay on another stream may still be reading the buffers.
-        lease.order_after_last_forward()
-        self._inputs.fill(batch.inputs, real)
+        observer: GraphChecks | None = None,
+    ) -> tuple[Any, entered]:
+        """Fill the buffers with a batch; returns its attention metadata, and its forward context for a ``with``."""
+        model = self._model
+        model.runtime.lease.order_after_last_forward()  # a replay on another stream may still be reading the buffers
+        real.fill(batch.inputs)
         metadata = model.metadata(batch.attention, descriptor, mode)
-        observer = GraphChecks(model, inputs) if plan is None else None  # guard: manager_mixing_in_steps
         across_dp = None if step.agreed is None else step.agreed.num_tokens_across_dp
-        entered = model.context(metadata, inputs, mode, descriptor, batch.num_tokens, across_dp, observer=observer)
-        with entered as context, model.hooked(mode), fields_named(model.attention, metadata):
-            if plan is None or captured is None:
-                with replay_settings():
-                    if uncompiled is not None:
-                        return uncompiled(**inputs.arguments)  # guard: uncompiled_beyond_one
-                    return recipe.store(model.compiled(**inputs.arguments), inputs.sizes)
-            else:
-                assert context is not None
-                lease.acquire(context, (inputs.is_padding,), "a manager")
-                try:
-                    # guard: metadata_of_unattended_steps
-                    if metadata is not None and checked.get(captured) is metadata and captured.beside_metadata:
-                        plan.inputs.check(captured.args)
-                        captured.beside_metadata.check(context, plan.name)
-                    else:
-                        plan.check(captured.args, context)
-                        if captured in checked:
-                            checked[captured] = metadata
-                    returned = plan.run(captured.args, lease)
-                    if mode is CUDAGraphMode.PIECEWISE:
-                        flat = returned if captured.returns_flat else trees.flatten(returned)[0]
-                        recipe.store_leaves(recipe.leaves(flat, inputs), inputs.sizes)
-                finally:
-                    lease.release()
-        return None
+        return metadata, model.context(
+            metadata, real.padded, mode, descriptor, batch.num_tokens, across_dp, observer=observer
+        )
+
+    def _forward(
+        self,
+        mode: CUDAGraphMode,
+        descriptor: BatchDescriptor,
+        real: RealInputs,
+        step: _NextStep,
+        batch: Batch,
+        call: Callable[[PaddedInputs], Any],
+    ) -> Any:
+        """Fill the buffers, and run code of the model, which ``call`` does, in a forward context."""
+        model = self._model
+        observer = GraphChecks(model, real.padded)  # guard: manager_mixing_in_steps
+        metadata, entered = self._filled(mode, descriptor, real, step, batch, observer)
+        with entered, model.hooked(mode), fields_named(model.attention, metadata), replay_settings():
+            return call(real.padded)
+
+
+def _stored(model: Model, recipe: Recipe, inputs: PaddedInputs) -> list[Any]:
+    """Run the compiled model, and copy its result to the buffers of the recipe; its leaves."""
+    return recipe.store(model.compiled(**inputs.arguments), inputs.sizes)
+
+
+def _uncompiled(model: Model, inputs: PaddedInputs) -> Any:
+    return model.uncompiled(**inputs.arguments)  # guard: uncompiled_beyond_one
 
 
 class UnattendedSteps:

@@ -158,7 +158,7 @@ class Model:
     def prepared(self, inputs: PaddedInputs, key: BatchDescriptor, mode: CUDAGraphMode) -> Any:
         """Reset inputs and synchronize hooks for a capture or a first run; returns metadata of example requests."""
         self.inputs.blank()  # guard: manager_blank_capture
-        self.inputs.fill(None, self.inputs.real(inputs.sizes, inputs))
+        self.inputs.real(inputs.sizes, inputs).fill(None)
         if self.hooks is not None:
             self.hooks.sync_prev_onload()
         return self.metadata(self.example(key), key, mode)

@@ -22,7 +22,7 @@ from graphpass.capture.scope import ReachedCall, ReachedCallable
 from graphpass.capture.staging import copy_each
 from graphpass.compat import symbolic, trees
 from graphpass.compat.nnmodules import where_of
-from graphpass.engine.buffers import PaddedInputs, Sizes, cut
+from graphpass.engine.buffers import PaddedInputs, RealInputs, Sizes, cut
 from graphpass.errors import CaptureError, ShapeError
 from graphpass.ladder.modelstate import PythonState
 from graphpass.ledger import Reason
@@ -134,6 +134,35 @@ class Recipe:
             found=found,
             remedy="return the same structure for every batch",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class StepResults:
+    """The results of steps of one real size, in the buffers of a recipe."""
+
+    recipe: Recipe
+    inputs: RealInputs
+    views: Sequence[Any]  #: the leaves of the result: views of the buffers at the real size
+    flat_of: Callable[[Any], Sequence[Any]] | None = None  #: for PIECEWISE graphs, which do not write to the buffers
+
+    @classmethod
+    def of(
+        cls, recipe: Recipe, inputs: RealInputs, flat_of: Callable[[Any], Sequence[Any]] | None = None
+    ) -> StepResults:
+        """The results of steps with these inputs."""
+        return cls(recipe, inputs, recipe.views(inputs.sizes), flat_of)
+
+    def hand_out(self, outputs: Any, given: Mapping[str, torch.Tensor] | None, _: object) -> Any:
+        """The result of a replay that returned ``outputs``."""
+        if self.flat_of is not None:
+            padded = self.inputs.padded
+            self.recipe.store_leaves(self.recipe.leaves(self.flat_of(outputs), padded), padded.sizes)
+        return self.of_step(given)
+
+    def of_step(self, given: Mapping[str, torch.Tensor] | None, leaves: Sequence[Any] | None = None) -> Any:
+        """The result of a step whose results are in the buffers; ``leaves``: see :meth:`Recipe.result`."""
+        self.inputs.copy_back(given, self.recipe.mutated, self.recipe.buffers)
+        return self.recipe.result(self.views, leaves)
 
 
 def result_buffers(leaves: Sequence[Any], cuts: Sequence[Dims], largest: Sizes) -> tuple[Any, ...]:

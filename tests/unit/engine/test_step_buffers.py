@@ -28,7 +28,7 @@ X = InputSpec("x", (LARGEST, WIDTH), torch.float32)
 def filled(buffers: InputBuffers, inputs: Mapping[str, torch.Tensor] | None, real: int, padded: int) -> dict[str, Any]:
     """Fill with a batch of ``real`` tokens; what the model is given at ``padded``."""
     given = buffers.at({**buffers.largest, "num_tokens": padded})
-    buffers.fill(inputs, buffers.real({**buffers.largest, "num_tokens": real}, given))
+    buffers.real({**buffers.largest, "num_tokens": real}, given).fill(inputs)
     return dict(given.arguments)
 
 
@@ -153,7 +153,7 @@ def test_two_dimensions_are_padded_together(rule: Any) -> None:
     given = buffers.at(full)
     for real in ({"num_tokens": 9, "num_reqs": 3}, {"num_tokens": 4, "num_reqs": 1}, {"num_tokens": 6, "num_reqs": 2}):
         x = torch.randn(real["num_reqs"], real["num_tokens"])
-        buffers.fill({"mask": x}, buffers.real(real, given))
+        buffers.real(real, given).fill({"mask": x})
         pad = (0, LARGEST - real["num_tokens"], 0, 3 - real["num_reqs"])
         if rule == 0:
             expected = nn.functional.pad(x, pad)
