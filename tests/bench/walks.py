@@ -1,12 +1,13 @@
-"""The files that one call enters, in order: ``python -m tests.bench.walks [walk ...]``.
+"""The files that one call enters, in order, and the records that it builds: ``python -m tests.bench.walks [walk ...]``.
 
 A walk starts with the first call of a function of graphpass or cgpass, and ends when that function returns. It needs no
 GPU. Not counted: ``compat``, whose functions wrap single calls of torch; the tape, which only replaces the device;
-special methods such as ``__hash__``; lambdas and comprehensions.
+special methods such as ``__hash__``; lambdas and comprehensions. Records are dataclasses and named tuples.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable
@@ -67,6 +68,39 @@ def walk_of(call: Callable[[], object]) -> dict[str, str]:
     finally:
         sys.setprofile(None)
     return entered
+
+
+def records_of(call: Callable[[], object]) -> dict[str, int]:
+    """{kind of record: how many} that a call builds."""
+    built: dict[str, int] = {}
+
+    def follow(frame: FrameType, event: str, _: object) -> None:
+        name = frame.f_code.co_name
+        if event != "call" or name not in ("__init__", "__new__"):
+            return
+        made = type(frame.f_locals.get("self")) if name == "__init__" else frame.f_locals.get("_cls")
+        is_ours = isinstance(made, type) and made.__module__.partition(".")[0] in HOMES.values()
+        if is_ours and (dataclasses.is_dataclass(made) or issubclass(made, tuple)):
+            built[made.__qualname__] = built.get(made.__qualname__, 0) + 1
+
+    sys.setprofile(follow)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return built
+
+
+def records_of_calls() -> dict[str, dict[str, int]]:
+    """The records of calls of one argument at a new size: the first, which runs without a graph, and the capture."""
+    fast = torch.compile(Net().eval(), backend="cgpass", options={"mode": "FULL", "compiler": "aot_eager"})
+    with torch.no_grad():
+        for size in (5, 6, 7, 8):
+            fast(torch.randn(size, WIDTH))
+        first = records_of(lambda: fast(torch.randn(21, WIDTH)))
+        capture = records_of(lambda: fast(torch.randn(21, WIDTH)))
+        replay = records_of(lambda: fast(torch.randn(21, WIDTH)))
+    return {"a first call": first, "a capture": capture, "a replay": replay}
 
 
 class Net(nn.Module):
@@ -185,6 +219,10 @@ def main() -> None:
         print(f"\n## {name}: {len(entered)} files\n")
         for place, (file, function) in enumerate(entered.items(), 1):
             print(f"{place}. `{file}`: `{function}`")
+    if not sys.argv[1:]:
+        for name, built in records_of_calls().items():
+            print(f"\n## Records of {name}: {len(built)} kinds\n")
+            print(", ".join(f"{kind} ({number})" for kind, number in built.items()))
 
 
 if __name__ == "__main__":
