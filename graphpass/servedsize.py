@@ -89,12 +89,7 @@ def run(
             assert plan is not None, "a size without a plan is replayed by its front"
             if not served.is_current(leaves, lease):
                 return None
-            if context is not None and reads is None:
-                plan.check(leaves, context)
-            else:
-                plan.inputs.check(leaves)
-                if reads is not None:
-                    reads.check(context, plan.name)
+            plan.check(leaves, context, reads)
         if not is_filled:
             served.inputs.fill(given)
         outputs = plan.run(leaves, lease) if plan is not None and replay is None else replay(leaves)  # type: ignore[misc]

@@ -6,6 +6,7 @@ A scope also records the callables that the calls of its thread reach.
 from __future__ import annotations
 
 import contextlib
+import enum
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -107,6 +108,15 @@ class CaptureScope:
     failures: list[Exception] = field(default_factory=list)
 
 
+class Permission(enum.Enum):
+    """Who permits a call to capture a key that has no graph."""
+
+    SCOPE = "a capture scope of the caller"
+    AUTOMATIC = "the dispatcher of a callable, for one call"
+    LAZY = "the option lazy_capture"
+    NEVER = "nobody"
+
+
 class EnteredCallable(Exception):  # noqa: N818 - control flow, like StopIteration
     """Control flow, no error: a callable was reached, with these flat arguments, in a scope that stops at entry."""
 
@@ -127,6 +137,13 @@ class CaptureScopes:
     def current(self) -> CaptureScope | None:
         """The open scope, if this thread opened it; None otherwise."""
         return self._scope if self._thread == threading.get_ident() else None
+
+    def permission(self, policy: CapturePolicy) -> Permission:
+        """Who permits a call of this thread, under this policy, to capture."""
+        scope = self.current()
+        if scope is not None:
+            return Permission.AUTOMATIC if scope.is_automatic else Permission.SCOPE
+        return Permission.LAZY if policy.lazy_capture else Permission.NEVER
 
     def is_mine(self) -> bool:
         """Whether this thread opened the scope that is open now."""

@@ -36,7 +36,7 @@ from graphpass.capture.replay import (
     without_grad,
 )
 from graphpass.capture.runtime import WRAPPER_EVENTS, GraphRuntime
-from graphpass.capture.scope import CapturePolicy
+from graphpass.capture.scope import CapturePolicy, Permission
 from graphpass.compat import memory, trees
 from graphpass.context import ForwardContext, current_context
 from graphpass.errors import CaptureError, OptionError, StaticInputError
@@ -244,26 +244,27 @@ class CUDAGraphWrapper:
         elsewhere: GraphEntry | None,
     ) -> tuple[GraphEntry | None, Sequence[Any] | None]:
         """Capture; returns the entry and its recorded outputs, or no entry if the call has to go on eagerly."""
-        scope = self._runtime.scopes.current()
-        if elsewhere is not None and scope is None and not self._policy.lazy_capture:
+        permission = self._runtime.scopes.permission(self._policy)
+        if elsewhere is not None and permission is Permission.NEVER:
             # An earlier region was captured again, so its output moved. The checks refuse that input.
             return elsewhere, None
         args, kwargs = trees.unflatten(leaves, spec)
         try:
-            return self._capture(context, descriptor, Call.of(args, kwargs, self._roles, spec=spec))
+            return self._capture(context, descriptor, Call.of(args, kwargs, self._roles, spec=spec), permission)
         except Exception as error:
-            if scope is None or not scope.is_automatic or self.mode is CUDAGraphMode.FULL:
+            scope = self._runtime.scopes.current()
+            if scope is None or permission is not Permission.AUTOMATIC or self.mode is CUDAGraphMode.FULL:
                 raise
             # The step goes on eagerly: other regions have run, and the failed capture undid its own effects.
             scope.failures.append(error)
             return None, None
 
     def _capture(
-        self, context: ForwardContext, descriptor: BatchDescriptor, call: Call
+        self, context: ForwardContext, descriptor: BatchDescriptor, call: Call, permission: Permission
     ) -> tuple[GraphEntry, Sequence[Any]]:
         table = self._entries
         key = table.keys.get(descriptor) or KeyEntries()
-        baked = self._static_positions_for_new_graph(context, descriptor, key, call)
+        baked = self._static_positions_for_new_graph(context, descriptor, key, call, permission)
         table.keys[descriptor] = key
         entry, recorded = Recorder(
             region=self.region,
@@ -284,17 +285,20 @@ class CUDAGraphWrapper:
         return entry, recorded
 
     def _static_positions_for_new_graph(
-        self, context: ForwardContext, descriptor: BatchDescriptor, key: KeyEntries, call: Call
+        self,
+        context: ForwardContext,
+        descriptor: BatchDescriptor,
+        key: KeyEntries,
+        call: Call,
+        permission: Permission,
     ) -> frozenset[int]:
-        """Permit the capture of this key, and return the positions of the inputs that the new graph may bake in.
+        """The positions of the inputs that the new graph of a key may bake in; an error if it may not be captured.
 
         If a static input has moved, the key is captured again for the new set of static inputs. Once a module instance
         has :data:`MAX_STATIC_SETS` sets, the moving inputs are staged instead. Each instance is counted separately,
         because 24 blocks that share a region have different parameters without any of them moving.
         """
-        scope = self._runtime.scopes.current()
-        is_open, is_automatic = scope is not None, scope is not None and scope.is_automatic
-        is_lazy = self._policy.lazy_capture and not is_open
+        is_lazy, is_automatic = permission is Permission.LAZY, permission is Permission.AUTOMATIC
         inside, owner_ids = call.sharing(call.static) - call.static, call.owner_ids()
         peers = [
             statics
@@ -307,9 +311,9 @@ class CUDAGraphWrapper:
         own = [statics for statics in peers if statics.owner_ids == owner_ids]
         moved = sorted({p for statics in own or peers for p in statics.moved(call.leaves)})
         # guard: moved_input_refused
-        if moved and not is_open and (self._policy.on_moved_input == "error" or not is_lazy):
+        if moved and (permission is Permission.NEVER or (is_lazy and self._policy.on_moved_input == "error")):
             raise self._moved(peers[0], call, moved[0])
-        if not is_open and not is_lazy:  # guard: capture_closed
+        if permission is Permission.NEVER:  # guard: capture_closed
             raise self._not_captured(descriptor)
         if is_lazy:
             self._refuse_lazy_capture_across_ranks(context)  # guard: lazy_capture_across_ranks

@@ -134,7 +134,12 @@ def test_other_metadata_is_compared_in_a_loop(monkeypatch: pytest.MonkeyPatch) -
     manager = captured(model, sizes=(4,), attention=builder)
     steps, requests = manager.unattended(), Requests(model)
     compared, check = list[int](), ReplayPlan.check
-    monkeypatch.setattr(ReplayPlan, "check", lambda *given: compared.append(1) or check(*given))
+
+    def spied(plan: ReplayPlan, args: Any, context: Any, reads: Any = None) -> None:
+        compared.extend([1] * (reads is None))
+        check(plan, args, context, reads)
+
+    monkeypatch.setattr(ReplayPlan, "check", spied)
     for _ in range(4):
         x = rows(2)
         torch.testing.assert_close(steps.run(Batch(2, inputs={"x": x}, attention=[1, 3])), requests.step(x, [1, 3]))
