@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,16 +26,17 @@ from graphpass.text.paged.cache import (
 )
 from graphpass.text.paged.huggingface import served_layers
 from graphpass.text.paged.kernels import (
-    AttentionKernels,
     BatchedKeys,
     FlashKeys,
-    NewTensor,
     flash_obstacle,
+    kernels_of,
     write_fault,
 )
-from graphpass.text.paged.op import PAGED_ATTENTION, PagedMetadata
-from graphpass.text.paged.tables import Step, TableLayout, Tables, check_fits, pinned_memory
+from graphpass.text.paged.op import PAGED_ATTENTION
+from graphpass.text.paged.tables import NewTensor, PagedMetadata, Step, TableLayout, check_fits, pinned_memory
 
+_OfKey = tuple[npt.NDArray[np.int32], dict[str, npt.NDArray[Any]], torch.Tensor, PagedMetadata]
+"""Of a FULL key: its tables on the host, flat and by name, the flat tables on the device, and the metadata."""
 _MAX_DECODE_QUERY_LEN = 8
 """An eager batch of requests of equal length counts as prefill if each has more tokens than this."""
 _PAGE_SIZE = 16
@@ -86,10 +86,10 @@ class PagedAttention:
         self._fixed = FixedMetadata.of(
             cache, max_seq_len, torch.arange(longest, dtype=torch.int32, device=cache.device)
         )
-        self._kernels = AttentionKernels.choose(cache, max_seq_len)
+        self._has_flash, self._in_place, self._uses = kernels_of(cache, max_seq_len)
         self._write_fault = write_fault(cache.device, cache.dtype)  # guard: paged_write_tried
         self._has_positions = any(layer is not None and layer.query_scale is not None for layer in cache.layers)
-        self._by_key: dict[BatchDescriptor, _KeyTables] = {}
+        self._by_key: dict[BatchDescriptor, _OfKey] = {}
         self._shared: PaddedMemory[str] = PaddedMemory()
 
     @classmethod
@@ -151,7 +151,7 @@ class PagedAttention:
         """Which attention kernel serves which steps, and why."""
         fault = self._write_fault
         serves, why = ("none", fault) if fault else ("FULL graphs", "elsewhere two kernels start sooner than Triton's")
-        return (*self._kernels.uses, KernelUse("one kernel that writes keys and values", serves, why))
+        return (*self._uses, KernelUse("one kernel that writes keys and values", serves, why))
 
     @property
     def splitting_ops(self) -> tuple[str, ...]:
@@ -184,29 +184,26 @@ class PagedAttention:
         device = self.cache.device
         if key is None:
             layout = self._eager_layout(step)
-            host = pinned_memory(layout.num_int32(), torch.int32, device)
-            layout.fill(Tables(**layout.views(host.numpy(), np.int64)), step)
-            return self._metadata(layout, host.to(device, non_blocking=True), None)
-        owned = self._by_key.get(key)
-        if owned is None:
-            owned = self._key_tables(key, step)
-        owned.metadata.keys.layout.check(step)
-        owned.metadata.keys.layout.fill(owned.host_tables, step)
-        host = pinned_memory(len(owned.host), torch.int32, device)
-        host.numpy()[:] = owned.host
-        owned.flat.copy_(host, non_blocking=True)
-        return owned.metadata
+            pinned = pinned_memory(layout.num_int32(), torch.int32, device)
+            layout.fill(layout.views(pinned.numpy(), np.int64), step)
+            return self._metadata(layout, pinned.to(device, non_blocking=True), None)
+        host, host_tables, flat, metadata = self._by_key.get(key) or self._added_key(key, step)
+        metadata.layout.check(step)
+        metadata.layout.fill(host_tables, step)
+        pinned = pinned_memory(len(host), torch.int32, device)
+        pinned.numpy()[:] = host
+        flat.copy_(pinned, non_blocking=True)
+        return metadata
 
-    def _key_tables(self, key: BatchDescriptor, step: Step) -> _KeyTables:
+    def _added_key(self, key: BatchDescriptor, step: Step) -> _OfKey:
         """Create the tables and the metadata of ``key``, after checking that the step fits it."""
         layout = self._key_layout(key)
         layout.check(step)
         host = np.zeros(layout.num_int32(), dtype=np.int32)
         with torch.inference_mode(False):  # a later step may be built outside of it
             flat = torch.zeros(len(host), dtype=torch.int32, device=self.cache.device)
-        metadata = self._metadata(layout, flat, key)
-        owned = self._by_key[key] = _KeyTables(host, Tables(**layout.views(host, np.int64)), flat, metadata)
-        return owned
+        of_key = host, layout.views(host, np.int64), flat, self._metadata(layout, flat, key)
+        return self._by_key.setdefault(key, of_key)
 
     def _eager_layout(self, step: Step) -> TableLayout:
         """The sizes of a step without a graph: its real sizes; raises ShapeError if it is beyond the limits."""
@@ -250,7 +247,7 @@ class PagedAttention:
     def _layout(
         self, *, num_tokens: int, num_reqs: int, query_len: int | None, max_query_len: int, longest: int, num_keys: int
     ) -> TableLayout:
-        is_packed = query_len is None and self._kernels.has_flash and not self._kernels.in_place
+        is_packed = query_len is None and self._has_flash and not self._in_place
         return TableLayout(
             num_tokens=num_tokens,
             num_reqs=num_reqs,
@@ -271,17 +268,14 @@ class PagedAttention:
     def _metadata(self, layout: TableLayout, flat: torch.Tensor, key: BatchDescriptor | None) -> PagedMetadata:
         """The metadata over tables in ``flat``, of a FULL key or without a graph."""
         new: NewTensor = self._new_tensor if key is None else self._shared_tensor
-        keys: BatchedKeys | FlashKeys
-        if self._kernels.in_place or layout.num_keys:
-            keys = FlashKeys.empty(layout, self._fixed, new)
-        else:
-            keys = BatchedKeys.empty(layout, self._fixed, new)
-        tables = layout.views(flat, torch.int64)
-        return PagedMetadata(
-            **tables,
+        kind = FlashKeys if self._in_place or layout.num_keys else BatchedKeys
+        return kind(
+            **layout.views(flat, torch.int64),
+            layout=layout,
+            fixed=self._fixed,
+            new=new,
             # Padded tokens of a uniform key belong to unused requests, whose result is zero anyway.
             is_padded=key is not None and not key.uniform,
-            keys=keys,
             writes_in_one_kernel=key is not None and self._write_fault is None,
         )
 
@@ -295,16 +289,6 @@ class PagedAttention:
         A key that needs more memory gets a new block, which later keys share. Existing blocks never move.
         """
         return self._shared.view(name, shape, torch.empty(0, dtype=dtype, device=self.cache.device))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _KeyTables:
-    """The tables of one FULL key, on the host and on the device, and the metadata over the latter."""
-
-    host: npt.NDArray[np.int32]
-    host_tables: Tables[npt.NDArray[Any]]
-    flat: torch.Tensor
-    metadata: PagedMetadata
 
 
 def _whole_sequence(

@@ -21,7 +21,8 @@ from graphpass.errors import GraphpassError, OptionError
 from graphpass.ops import by_token, refuse_unserved, register_attention
 from graphpass.text.model import restored_on_error
 from graphpass.text.paged.cache import LayerMask, PagedLayer, PositionScale
-from graphpass.text.paged.op import GIVE_BACK, NO_WINDOW, AttentionCall, PagedStep
+from graphpass.text.paged.op import GIVE_BACK, NO_WINDOW
+from graphpass.text.paged.tables import AttentionCall, PagedStep
 
 HUGGING_FACE_NAME = "graphpass_paged"
 _HARMLESS = (
@@ -206,7 +207,7 @@ class _Probe(PagedStep):
             head_dim=call.key.shape[2],
             value_dim=call.value.shape[2],
             mask=mask.within(self._max_seq_len),
-            is_plain=call.scores.is_plain,
+            is_plain=call.is_plain,
             query_scale=self._scales.get(self._module),
         )
         call.out.zero_()

@@ -15,8 +15,8 @@ import functools
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -25,87 +25,54 @@ import torch.nn.functional as F
 from graphpass.compat import operators
 from graphpass.ops import kernel_fault
 from graphpass.report import KernelUse
-from graphpass.text.paged.cache import FixedMetadata, LayerMask, LayerMemory, PagedKVCache, PagedLayer
-from graphpass.text.paged.tables import TableLayout, Tables
-
-NewTensor = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
-"""``f(name, shape, dtype)``: uninitialised memory."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Scores:
-    """How a layer computes its scores."""
-
-    scale: float  #: factor of the products of queries and keys
-    softcap: float  #: the scaled products x become ``softcap * tanh(x / softcap)``; 0: they stay as they are
-    #: one score for each query head that takes part in the softmax and has no value, [heads]; None: no sinks
-    sinks: torch.Tensor | None
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether scores are scaled products and nothing else."""
-        return not self.softcap and self.sinks is None
-
+from graphpass.text.paged.cache import LayerMask, LayerMemory, PagedKVCache, PagedLayer
+from graphpass.text.paged.tables import AttentionCall, NewTensor, PagedMetadata
 
 # -- ways to the keys --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BatchedKeys:
+@dataclass(eq=False, kw_only=True)
+class BatchedKeys(PagedMetadata):
     """The keys of each request in a separate row, padded to the longest length."""
 
-    layout: TableLayout
-    fixed: FixedMetadata
     #: slots of keys, and of values in the same layer's memory, int64 [2, requests, length]; the null page's first slot
     #: for positions not reached
-    slots: torch.Tensor
-    bias: torch.Tensor  #: added to scores, 0 or -inf, in the cache's dtype [masks, requests, max_query_len, length]
-    query_rows: torch.Tensor  #: of mixed batches: the token in each place, int64 [requests, max_query_len]
-    token_places: torch.Tensor  #: of mixed batches: the place of each token, int64 [tokens]
+    slots: torch.Tensor = field(init=False)
+    #: added to scores, 0 or -inf, in the cache's dtype [masks, requests, max_query_len, length]
+    bias: torch.Tensor = field(init=False)
+    query_rows: torch.Tensor = field(
+        init=False
+    )  #: of mixed batches: token in each place, int64 [requests, max_query_len]
+    token_places: torch.Tensor = field(init=False)  #: of mixed batches: the place of each token, int64 [tokens]
 
-    @classmethod
-    def empty(cls, layout: TableLayout, fixed: FixedMetadata, new: NewTensor) -> BatchedKeys:
-        """Memory for steps of one layout."""
+    def __post_init__(self, new: NewTensor) -> None:
+        layout, fixed = self.layout, self.fixed
         reqs, queries, length = layout.num_reqs, layout.max_query_len, layout.max_seq_len
         is_mixed = layout.query_len is None
-        return cls(
-            layout,
-            fixed,
-            slots=new("slots", (2, reqs, length), torch.int64),
-            bias=new("bias", (len(fixed.masks), reqs, queries, length), fixed.cache.dtype),
-            query_rows=new("query_rows", (reqs, queries) if is_mixed else (0, 0), torch.int64),
-            token_places=new("token_places", (layout.num_tokens if is_mixed else 0,), torch.int64),
-        )
+        self.slots = new("slots", (2, reqs, length), torch.int64)
+        self.bias = new("bias", (len(fixed.masks), reqs, queries, length), fixed.cache.dtype)
+        self.query_rows = new("query_rows", (reqs, queries) if is_mixed else (0, 0), torch.int64)
+        self.token_places = new("token_places", (layout.num_tokens if is_mixed else 0,), torch.int64)
 
-    def prepare(self, tables: Tables[torch.Tensor]) -> None:
-        """Compute the tensors for this step, on the device."""
+    def _prepare(self) -> None:
         numbers = self.fixed.numbers
         _, num_reqs, length = self.slots.shape
         positions = numbers[:length]
         page_size = self.layout.page_size
-        slots = torch.add(numbers[:page_size], tables.block_tables.unsqueeze(-1), alpha=page_size).view(
-            num_reqs, length
-        )
-        slots.mul_(positions < tables.seq_lens.unsqueeze(1))  # guard: paged_null_page
+        slots = torch.add(numbers[:page_size], self.block_tables.unsqueeze(-1), alpha=page_size).view(num_reqs, length)
+        slots.mul_(positions < self.seq_lens.unsqueeze(1))  # guard: paged_null_page
         torch.add(slots, self.fixed.value_offsets, out=self.slots)
         places = numbers[: self.bias.shape[2]]
         # Unused requests see the null page: a softmax over nothing would be NaN.
-        own = (tables.first_positions.unsqueeze(1) + places).unsqueeze(-1)
+        own = (self.first_positions.unsqueeze(1) + places).unsqueeze(-1)
         for bias, mask in zip(self.bias, self.fixed.masks, strict=True):
             bias.fill_(-math.inf).masked_fill_(mask.visible(own, positions), 0.0)
         if self.layout.query_len is None:
-            torch.add(tables.query_start_loc[:-1].unsqueeze(1), places, out=self.query_rows)
+            torch.add(self.query_start_loc[:-1].unsqueeze(1), places, out=self.query_rows)
             self.query_rows.clamp_(max=self.layout.num_tokens - 1)
-            self.token_places.copy_(tables.token_rows).clamp_(min=0)
+            self.token_places.copy_(self.token_rows).clamp_(min=0)
 
-    def attend(
-        self, tables: Tables[torch.Tensor], memory: LayerMemory, query: torch.Tensor, scores: Scores, mask: int
-    ) -> torch.Tensor:
-        """Attention of queries [tokens, heads, head_dim] over a layer's keys and values, with the mask of this index.
-
-        The result is [tokens, heads, value_dim], or of a uniform batch [requests, query_len, kv heads, group,
-        value_dim].
-        """
+    def _attended(self, call: AttentionCall, query: torch.Tensor, memory: LayerMemory, mask: int) -> torch.Tensor:
         num_reqs, queries = self.bias.shape[1:3]
         keys, values = memory.gather(self.slots)
         is_mixed = self.layout.query_len is None
@@ -119,7 +86,9 @@ class BatchedKeys:
         bias = self.bias[mask].unsqueeze(1)
         if queries > 1 and group > 1:
             bias = bias.repeat(1, 1, group, 1)
-        attended = masked_attention(folded, keys.transpose(1, 2), values.transpose(1, 2), bias, scores)
+        attended = masked_attention(
+            folded, keys.transpose(1, 2), values.transpose(1, 2), bias, call.scale, call.softcap, call.sinks
+        )
         unfolded: torch.Tensor = attended.unflatten(2, (group, queries)).permute(0, 3, 1, 2, 4)
         if not is_mixed:
             return unfolded
@@ -127,64 +96,60 @@ class BatchedKeys:
         return by_place.index_select(0, self.token_places)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FlashKeys:
+@dataclass(eq=False, kw_only=True)
+class FlashKeys(PagedMetadata):
     """The keys of each request, copied or in their page, as flash attention reads them; for plain scores alone."""
 
-    layout: TableLayout
-    fixed: FixedMetadata
     #: slots of the keys to copy, and of their values in the same layer's memory, int64 [2, keys]; None: each request's
     #: keys are read in place, from its one page
-    slots: torch.Tensor | None
-    starts: torch.Tensor  #: of keys in place: slot of each request's first key, and a 0, int32 [requests + 1]
+    slots: torch.Tensor | None = field(init=False)
+    #: of keys in place: slot of each request's first key, and a 0, int32 [requests + 1]
+    starts: torch.Tensor = field(init=False)
     #: of uniform batches: index of each request's first token, unused requests included, int32 [requests + 1]
-    query_bounds: torch.Tensor
+    query_bounds: torch.Tensor = field(init=False)
 
-    @classmethod
-    def empty(cls, layout: TableLayout, fixed: FixedMetadata, new: NewTensor) -> FlashKeys:
-        """Memory for steps of one layout."""
-        count, is_uniform = layout.num_reqs + 1, layout.query_len is not None
-        return cls(
-            layout,
-            fixed,
-            slots=new("slots", (2, layout.num_keys), torch.int64) if layout.num_keys else None,
-            starts=new("starts", (0 if layout.num_keys else count,), torch.int32),
-            query_bounds=new("query_bounds", (count if is_uniform else 0,), torch.int32),
-        )
+    def __post_init__(self, new: NewTensor) -> None:
+        num_keys, count = self.layout.num_keys, self.layout.num_reqs + 1
+        self.slots = new("slots", (2, num_keys), torch.int64) if num_keys else None
+        self.starts = new("starts", (0 if num_keys else count,), torch.int32)
+        self.query_bounds = new("query_bounds", (0 if self.layout.query_len is None else count,), torch.int32)
 
-    def prepare(self, tables: Tables[torch.Tensor]) -> None:
-        """Compute the tensors for this step, on the device."""
+    def _prepare(self) -> None:
         layout, fixed = self.layout, self.fixed
         if self.slots is not None:
-            torch.add(tables.key_slots, fixed.value_offsets.view(2, 1), out=self.slots)
+            torch.add(self.key_slots, fixed.value_offsets.view(2, 1), out=self.slots)
             return
         self.starts.zero_()
-        torch.mul(tables.block_tables[:, 0], layout.page_size, out=self.starts[:-1])
+        torch.mul(self.block_tables[:, 0], layout.page_size, out=self.starts[:-1])
         if layout.query_len is not None:
             torch.mul(fixed.numbers[: len(self.query_bounds)], layout.query_len, out=self.query_bounds)
 
-    def attend(
-        self, tables: Tables[torch.Tensor], memory: LayerMemory, query: torch.Tensor, scores: Scores, mask: int
-    ) -> torch.Tensor:
-        """Attention as :meth:`BatchedKeys.attend`.
+    def _attended(self, call: AttentionCall, query: torch.Tensor, memory: LayerMemory, mask: int) -> torch.Tensor:
+        """See the base class.
 
         Unused requests of a uniform batch have no keys, so their rows are zero. Results of padded rows of a mixed batch
         are undefined.
         """
         layout = self.layout
         # guard: paged_unused_in_place
-        bounds = tables.query_start_loc if layout.query_len is None else self.query_bounds
+        bounds = self.query_start_loc if layout.query_len is None else self.query_bounds
         if self.slots is None:
             keys, values, starts, longest = memory.keys, memory.values, self.starts, layout.limit
         else:
-            (keys, values), starts, longest = memory.gather(self.slots), tables.key_start_loc, layout.max_seq_len
-        sequences = operators.PackedSequences(bounds, starts, tables.seq_lens, layout.max_query_len, longest)
+            (keys, values), starts, longest = memory.gather(self.slots), self.key_start_loc, layout.max_seq_len
+        sequences = operators.PackedSequences(bounds, starts, self.seq_lens, layout.max_query_len, longest)
         window = self.fixed.masks[mask].window
-        return operators.flash_attention(query, keys, values, sequences, scale=scores.scale, causal_window=window)
+        return operators.flash_attention(query, keys, values, sequences, scale=call.scale, causal_window=window)
 
 
 def masked_attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor, scores: Scores
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    bias: torch.Tensor,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention with a mask; with a soft cap or sinks at least in float32, since no kernel of torch computes those.
 
@@ -192,16 +157,16 @@ def masked_attention(
     [requests, kv heads, length, size]. ``bias``, 0 or -inf, is broadcast to the scores, [requests, kv heads, group *
     queries, length]. The result is [requests, kv heads, group * queries, value_dim].
     """
-    if scores.is_plain:
-        return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scores.scale)
+    if not softcap and sinks is None:
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scale)
     dtype = torch.promote_types(query.dtype, torch.float32)
-    products = torch.matmul(query.to(dtype), keys.to(dtype).transpose(-1, -2)) * scores.scale
-    if scores.softcap:  # guard: paged_softcap
-        products = torch.tanh(products / scores.softcap) * scores.softcap
+    products = torch.matmul(query.to(dtype), keys.to(dtype).transpose(-1, -2)) * scale
+    if softcap:  # guard: paged_softcap
+        products = torch.tanh(products / softcap) * softcap
     products = products + bias
-    if scores.sinks is not None:
+    if sinks is not None:
         num_kv_heads, rows = query.shape[1:3]
-        of_heads = scores.sinks.to(dtype).view(1, num_kv_heads, -1, 1)
+        of_heads = sinks.to(dtype).view(1, num_kv_heads, -1, 1)
         sinks = of_heads.expand(len(query), -1, -1, rows // of_heads.shape[2]).reshape(
             len(query), num_kv_heads, rows, 1
         )
@@ -214,34 +179,29 @@ def masked_attention(
 # -- the choice --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionKernels:
-    """The kernels that serve the steps of one cache."""
+def kernels_of(cache: PagedKVCache, max_seq_len: int) -> tuple[bool, bool, tuple[KernelUse, ...]]:
+    """The kernels that serve the steps of a cache, by device, layers, page size and the abilities of this torch.
 
-    has_flash: bool  #: flash attention serves the layers, at least over concatenated copies of their keys
-    in_place: bool  #: flash attention reads the pages themselves and serves all steps
-    uses: tuple[KernelUse, ...]  #: which kernel serves which steps, and why
-
-    @classmethod
-    def choose(cls, cache: PagedKVCache, max_seq_len: int) -> AttentionKernels:
-        """Choose by device, layers, page size and the abilities of this torch."""
-        of_flash = flash_obstacle(cache.layers, max_seq_len, cache.dtype, cache.device)
-        of_pages = of_flash or _page_obstacle(cache, max_seq_len)
-        if of_pages is None:
-            packed = masked = ("none", "flash attention over pages copies no keys")
-        elif of_flash is None:
-            packed = "prompts and mixed steps", "serves the layers, and computes no masked products"
-            masked = "steps with the same number of tokens in every request", "serves the steps of equal lengths"
-        else:
-            packed, masked = ("none", of_flash), ("all steps", "serves every layer on every device")
-        in_place = ("all steps", "each sequence lies in one page") if of_pages is None else ("none", of_pages)
-        uses = (
-            KernelUse("varlen_attn over pages (block_table)", "none", _block_table_obstacle()),
-            KernelUse("flash attention over pages of whole sequences", *in_place),
-            KernelUse("flash attention over packed keys", *packed),
-            KernelUse("scaled_dot_product_attention over gathered keys", *masked),
-        )
-        return cls(of_flash is None, of_pages is None, uses)
+    (whether flash attention serves the layers, at least over concatenated copies of their keys; whether it reads the
+    pages themselves and serves all steps; which kernel serves which steps, and why).
+    """
+    of_flash = flash_obstacle(cache.layers, max_seq_len, cache.dtype, cache.device)
+    of_pages = of_flash or _page_obstacle(cache, max_seq_len)
+    if of_pages is None:
+        packed = masked = ("none", "flash attention over pages copies no keys")
+    elif of_flash is None:
+        packed = "prompts and mixed steps", "serves the layers, and computes no masked products"
+        masked = "steps with the same number of tokens in every request", "serves the steps of equal lengths"
+    else:
+        packed, masked = ("none", of_flash), ("all steps", "serves every layer on every device")
+    in_place = ("all steps", "each sequence lies in one page") if of_pages is None else ("none", of_pages)
+    uses = (
+        KernelUse("varlen_attn over pages (block_table)", "none", _block_table_obstacle()),
+        KernelUse("flash attention over pages of whole sequences", *in_place),
+        KernelUse("flash attention over packed keys", *packed),
+        KernelUse("scaled_dot_product_attention over gathered keys", *masked),
+    )
+    return of_flash is None, of_pages is None, uses
 
 
 def _block_table_obstacle() -> str:

@@ -1,25 +1,35 @@
-"""A step's tables over a paged KV cache, such as the slots that its keys and values are written to.
+"""A step's tables over a paged KV cache, such as the slots that its keys and values are written to, and its metadata.
 
-They are filled on the host and copied to the device. A slot is a position in a layer's cache, ``page * page_size +
+Tables are filled on the host and copied to the device. A slot is a position in a layer's cache, ``page * page_size +
 offset``.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import InitVar, dataclass
 from itertools import chain
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from graphpass.errors import ShapeError
-from graphpass.text.paged.cache import FIRST_LIVE_PAGE, NULL_PAGE, SCRATCH_PAGE, PagedKVCache, PagedRequests
+from graphpass.text.paged.cache import (
+    FIRST_LIVE_PAGE,
+    NULL_PAGE,
+    SCRATCH_PAGE,
+    FixedMetadata,
+    LayerMemory,
+    PagedKVCache,
+    PagedLayer,
+    PagedRequests,
+)
 
 _Ints = npt.NDArray[np.integer[Any]]
-_Table = TypeVar("_Table")
 
 
 def pinned_memory(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -108,22 +118,6 @@ def _check_pages(pages: _Ints, num_pages: _Ints, num_live: int, is_scratch: bool
     )
 
 
-@dataclass(eq=False)
-class Tables(Generic[_Table]):
-    """A step's tables: arrays on the host, tensors on the device. Each set is a view of one flat allocation."""
-
-    slot_mapping: _Table  #: slot that each token's key and value are written to, int64 [tokens]; scratch for padding
-    block_tables: _Table  #: page numbers, int32 as all that follow, [requests, pages]; null after the last
-    seq_lens: _Table  #: lengths after the step, [requests]; 0 for unused requests
-    #: index of each request's first token, and then the number of real tokens, [requests + 1]
-    query_start_loc: _Table
-    first_positions: _Table  #: position of each request's first token of this step, [requests]; 0 for unused ones
-    token_rows: _Table  #: of mixed batches: place of each token in [requests, max_query_len], [tokens]; -1 for padding
-    key_start_loc: _Table  #: of packed keys: index of each request's first key, [requests + 1]
-    key_slots: _Table  #: of packed keys: the slot of each position of each request, [keys]; null after the last
-    positions: _Table  #: of layers that scale queries: position of each token, [tokens]; 0 for padding
-
-
 @dataclass(frozen=True, slots=True)
 class TableLayout:
     """The sizes of one metadata object's tables: first the int64 slot mapping, then the int32 tables."""
@@ -156,7 +150,7 @@ class TableLayout:
         return 2 * self.num_tokens + sum(map(math.prod, self._shapes().values()))
 
     def views(self, flat: Any, int64: Any) -> dict[str, Any]:
-        """The :class:`Tables` in ``flat``, a tensor or array of :meth:`num_int32`; ``int64`` is its 64-bit dtype."""
+        """The tables in ``flat``, a tensor or array of :meth:`num_int32`; ``int64`` is its 64-bit dtype."""
         start = 2 * self.num_tokens
         views = {"slot_mapping": flat[:start].view(int64)}
         for name, shape in self._shapes().items():
@@ -176,30 +170,30 @@ class TableLayout:
                 remedy="dispatch with uniform_decode=False",
             )
 
-    def fill(self, tables: Tables[_Ints], step: Step) -> None:
+    def fill(self, tables: Mapping[str, _Ints], step: Step) -> None:
         """Write a step that fits into tables on the host."""
         count, num_tokens, page_size = len(step.query_lens), step.num_tokens, self.page_size
-        block_tables, starts = tables.block_tables, tables.query_start_loc
+        block_tables, starts = tables["block_tables"], tables["query_start_loc"]
         block_tables.fill(NULL_PAGE)
         block_tables[:count][np.arange(block_tables.shape[1]) < step.num_pages[:, None]] = step.pages
         first_positions = step.seq_lens - step.query_lens
-        for table, values in ((tables.seq_lens, step.seq_lens), (tables.first_positions, first_positions)):
+        for table, values in ((tables["seq_lens"], step.seq_lens), (tables["first_positions"], first_positions)):
             table[:count] = values
             table[count:] = 0
         starts[0] = 0
         starts[1 : count + 1] = step.query_lens.cumsum()
         starts[count + 1 :] = num_tokens
         requests, within = self._places(step, starts)
-        slots, padding = tables.slot_mapping, np.arange(self.num_tokens - num_tokens)
+        slots, padding = tables["slot_mapping"], np.arange(self.num_tokens - num_tokens)
         positions = first_positions[requests] + within
         slots[:num_tokens] = self._slots(block_tables, requests, positions)
         slots[num_tokens:] = SCRATCH_PAGE * page_size + padding % page_size
         if self.query_len is None:
-            tables.token_rows[:num_tokens] = requests * self.max_query_len + within
-            tables.token_rows[num_tokens:] = -1
+            tables["token_rows"][:num_tokens] = requests * self.max_query_len + within
+            tables["token_rows"][num_tokens:] = -1
         if self.has_positions:
-            tables.positions[:num_tokens] = positions
-            tables.positions[num_tokens:] = 0
+            tables["positions"][:num_tokens] = positions
+            tables["positions"][num_tokens:] = 0
         if self.num_keys:
             self._fill_keys(tables, step)
 
@@ -217,15 +211,17 @@ class TableLayout:
         pages, offsets = np.divmod(positions, self.page_size)
         return block_tables[requests, pages] * self.page_size + offsets
 
-    def _fill_keys(self, tables: Tables[_Ints], step: Step) -> None:
+    def _fill_keys(self, tables: Mapping[str, _Ints], step: Step) -> None:
         count, num_keys = len(step.seq_lens), int(step.seq_lens.sum())
-        starts = tables.key_start_loc
+        starts = tables["key_start_loc"]
         starts[0] = 0
         starts[1 : count + 1] = step.seq_lens.cumsum()
         starts[count + 1 :] = num_keys
         requests = np.repeat(np.arange(count), step.seq_lens)
-        tables.key_slots[:num_keys] = self._slots(tables.block_tables, requests, np.arange(num_keys) - starts[requests])
-        tables.key_slots[num_keys:] = NULL_PAGE * self.page_size
+        tables["key_slots"][:num_keys] = self._slots(
+            tables["block_tables"], requests, np.arange(num_keys) - starts[requests]
+        )
+        tables["key_slots"][num_keys:] = NULL_PAGE * self.page_size
 
 
 def check_fits(step: Step, *, num_reqs: int, num_tokens: int, max_seq_len: int) -> None:
@@ -242,3 +238,152 @@ def check_fits(step: Step, *, num_reqs: int, num_tokens: int, max_seq_len: int) 
                 found=str(found),
                 remedy="dispatch with the step's own sizes, PagedAttention.extra() among them, or schedule less",
             )
+
+
+# -- the metadata that the op reads ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionCall:
+    """One call of the op ``graphpass::paged_attention``."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    out: torch.Tensor
+    layer: int
+    window: int  #: the sliding window that the layer passes; 0: it passes none
+    scale: float  #: factor of the products of queries and keys
+    softcap: float  #: the scaled products x become ``softcap * tanh(x / softcap)``; 0: they stay as they are
+    #: one score for each query head that takes part in the softmax and has no value, [heads]; None: no sinks
+    sinks: torch.Tensor | None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether scores are scaled products and nothing else."""
+        return not self.softcap and self.sinks is None
+
+    def check(self, fixed: FixedMetadata, layer: PagedLayer, num_tokens: int) -> None:
+        """Raise ShapeError if tensors, sliding window or scores are not those of the layer."""
+        self._check_tensors(layer, fixed.cache.dtype, num_tokens)
+        declared = fixed.masks[fixed.mask_of[self.layer]].window
+        passed = self.window if self.window < fixed.longest else 0
+        if self.window and passed != declared:
+            raise ShapeError(
+                f"layer {self.layer} passes a sliding window that its cache was not created for",
+                expected=f"{declared}" if declared else "none",
+                found=str(self.window),
+                remedy="create the cache with the layer's mask: PagedLayer(..., mask=LayerMask(window=4096))",
+            )
+        if layer.is_plain and not self.is_plain:
+            raise ShapeError(
+                f"layer {self.layer} uses a soft cap or sinks that its cache was not created for",
+                expected="scores that are scaled products",
+                found="softcap" if self.softcap else "sinks",
+                remedy="create the cache with PagedLayer(..., is_plain=False) for this layer",
+            )
+
+    def _check_tensors(self, layer: PagedLayer, dtype: torch.dtype, num_tokens: int) -> None:
+        query, key, value, out, sinks = self.query, self.key, self.value, self.out, self.sinks
+        num_kv_heads, head_dim, value_dim = layer.num_kv_heads, layer.head_dim, layer.dim_of_values
+        fits = (
+            query.dim() == 3
+            and query.shape[0] >= num_tokens
+            and query.shape[1] % num_kv_heads == 0
+            and query.shape[2] == head_dim
+            and key.shape == (query.shape[0], num_kv_heads, head_dim)
+            and value.shape == (query.shape[0], num_kv_heads, value_dim)
+            and out.shape == (*query.shape[:2], value_dim)
+            and (sinks is None or sinks.shape == query.shape[1:2])
+            and query.dtype == key.dtype == value.dtype == out.dtype == dtype
+        )
+        if not fits:
+            raise ShapeError(
+                "paged attention got tensors that do not fit its cache or step",
+                expected=f"key [at least {num_tokens}, {num_kv_heads}, {head_dim}], value [..., {num_kv_heads}, "
+                f"{value_dim}], query and out of as many rows and a multiple of the heads, of {dtype}; one sink a head",
+                found=", ".join(f"{list(t.shape)} {t.dtype}" for t in (query, key, value, out))
+                + " (q, k, v, out)"
+                + ("" if sinks is None else f", {list(sinks.shape)} sinks"),
+                remedy="create the cache for the model's heads, head_dim and dtype, and dispatch with the step's sizes",
+            )
+
+
+class PagedStep(ABC):
+    """What the forward context must contain as ``attn_metadata`` for the op."""
+
+    @abstractmethod
+    def attend(self, call: AttentionCall) -> None:
+        """Serve one call of the op: write to ``call.out``."""
+
+
+NewTensor = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
+"""``f(name, shape, dtype)``: uninitialised memory."""
+
+
+@dataclass(eq=False, kw_only=True)
+class PagedMetadata(PagedStep):
+    """The metadata of one step. A FULL key has one object, and each step refills its tables.
+
+    The tables are views of one allocation: int32, except for the slot mapping.
+    """
+
+    layout: TableLayout
+    fixed: FixedMetadata
+    new: InitVar[NewTensor]  #: allocates what the way to the keys needs beside the tables
+    is_padded: bool  #: tokens at the end may be padding, whose rows of the result are to be zero
+    writes_in_one_kernel: bool  #: a layer's keys and values are written by one kernel
+    #: slot that each token's key and value are written to, int64 [tokens]; scratch for padding
+    slot_mapping: torch.Tensor
+    block_tables: torch.Tensor  #: page numbers, [requests, pages]; null after the last
+    seq_lens: torch.Tensor  #: lengths after the step, [requests]; 0 for unused requests
+    #: index of each request's first token, and then the number of real tokens, [requests + 1]
+    query_start_loc: torch.Tensor
+    #: position of each request's first token of this step, [requests]; 0 for unused ones
+    first_positions: torch.Tensor
+    #: of mixed batches: place of each token in [requests, max_query_len], [tokens]; -1 for padding
+    token_rows: torch.Tensor
+    key_start_loc: torch.Tensor  #: of packed keys: index of each request's first key, [requests + 1]
+    #: of packed keys: the slot of each position of each request, [keys]; null after the last
+    key_slots: torch.Tensor
+    positions: torch.Tensor  #: of layers that scale queries: position of each token, [tokens]; 0 for padding
+    #: the layer whose op runs first and prepares the step for all; learned from the first call
+    first_layer: int | None = None
+
+    def attend(self, call: AttentionCall) -> None:
+        """Write the step's keys and values into the cache, then attend over each request's pages, into ``call.out``."""
+        num_tokens, fixed = self.layout.num_tokens, self.fixed
+        layer, memory = fixed.layer(call.layer)
+        call.check(fixed, layer, num_tokens)
+        if call.out.shape[0] > num_tokens:
+            call.out[num_tokens:].zero_()
+        if num_tokens == 0:
+            return
+        new_keys, new_values = call.key[:num_tokens], call.value[:num_tokens]
+        memory.write(self.slot_mapping, new_keys, new_values, in_one_kernel=self.writes_in_one_kernel)
+        if self.first_layer is None:
+            self.first_layer = call.layer
+        if self.first_layer == call.layer:
+            self._prepare()
+        query = call.query[:num_tokens]
+        if layer.query_scale is not None:  # guard: paged_position_scale
+            query = (query * layer.query_scale.of(self.positions).view(-1, 1, 1)).to(query.dtype)
+        attended = self._attended(call, query, memory, fixed.mask_of[call.layer])
+        real = call.out[:num_tokens]
+        if attended.dim() == 5:
+            real = real.unflatten(1, attended.shape[2:4]).unflatten(0, attended.shape[:2])
+        real.copy_(attended)
+        if self.is_padded:
+            real.masked_fill_((self.token_rows < 0).view(-1, 1, 1), 0.0)
+
+    @abstractmethod
+    def _prepare(self) -> None:
+        """Compute the tensors for this step, on the device."""
+
+    @abstractmethod
+    def _attended(self, call: AttentionCall, query: torch.Tensor, memory: LayerMemory, mask: int) -> torch.Tensor:
+        """Attention of the step's queries [tokens, heads, head_dim] over a layer, with the mask of this index.
+
+        The result is [tokens, heads, value_dim], or of a uniform batch [requests, query_len, kv heads, group,
+        value_dim].
+        """

@@ -14,6 +14,7 @@ from graphpass import BatchDescriptor
 from graphpass.compat import operators
 from graphpass.text import LayerMask, PageAllocator, PagedAttention, PagedKVCache, PagedLayer, PagedRequests
 from graphpass.text.paged import attention, kernels
+from graphpass.text.paged.tables import PagedMetadata
 
 TOLERANCE = {
     ("cpu", torch.float32): {"rtol": 1e-4, "atol": 1e-5},
@@ -30,11 +31,12 @@ def attend_by(function: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyP
     kernels.fault_in_place.cache_clear()
 
 
-def kind_of(keys: kernels.BatchedKeys | kernels.FlashKeys) -> str:
+def kind_of(metadata: PagedMetadata) -> str:
     """How the keys of a step are gathered."""
-    if isinstance(keys, kernels.BatchedKeys):
+    if isinstance(metadata, kernels.BatchedKeys):
         return "batched"
-    return "in place" if keys.slots is None else "packed"
+    assert isinstance(metadata, kernels.FlashKeys)
+    return "in place" if metadata.slots is None else "packed"
 
 
 @dataclass(frozen=True, slots=True)

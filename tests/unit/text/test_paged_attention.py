@@ -52,7 +52,7 @@ def test_eager_steps(heads: Heads, page_size: int, more_rows: int) -> None:
     for query_lens in STEPS:
         step, tensors = paged.grow(requests, query_lens)
         metadata = paged.attention.build(step, None)
-        assert (metadata.keys.layout.query_len is not None) == (len(set(query_lens)) == 1)
+        assert (metadata.layout.query_len is not None) == (len(set(query_lens)) == 1)
         assert_right(run(paged, tensors, metadata, sum(query_lens) + more_rows), tensors)
 
 
@@ -82,7 +82,7 @@ def test_a_mixed_key_is_refilled(heads: Heads) -> None:
         step, tensors = paged.grow(requests, query_lens)
         assert metadata is None or paged.attention.build(step, key) is metadata
         metadata = paged.attention.build(step, key)
-        assert (metadata.keys.layout.query_len, metadata.keys.layout.max_query_len) == (None, 32)
+        assert (metadata.layout.query_len, metadata.layout.max_query_len) == (None, 32)
         assert_right(run(paged, tensors, metadata, key.num_tokens), tensors)
 
 
@@ -119,8 +119,8 @@ def test_keys_share_what_each_step_computes_again() -> None:
     paged = Paged(GROUPED)
     step = PagedRequests([1], [1], [[2]])
     large, small = (paged.attention.build(step, uniform_key(n)) for n in (6, 2))
-    assert small.keys.slots.data_ptr() == large.keys.slots.data_ptr()
-    assert small.keys.bias.data_ptr() == large.keys.bias.data_ptr()
+    assert small.slots.data_ptr() == large.slots.data_ptr()
+    assert small.bias.data_ptr() == large.bias.data_ptr()
     assert small.slot_mapping.data_ptr() != large.slot_mapping.data_ptr()
 
 
@@ -217,7 +217,7 @@ def test_key_metadata() -> None:
     paged = Paged(GROUPED, page_size=8)
     step = PagedRequests([2, 2], [9, 2], [[5, 3, 7], [4]])
     metadata = paged.attention.build(step, uniform_key(4, 2, 16))
-    layout = metadata.keys.layout
+    layout = metadata.layout
     assert (layout.num_tokens, layout.num_reqs, layout.query_len, layout.max_seq_len) == (8, 4, 2, 16)
     assert metadata.block_tables.tolist() == [[5, 3], [4, 0], [0, 0], [0, 0]]
     assert metadata.seq_lens.tolist() == [9, 2, 0, 0]

@@ -12,9 +12,10 @@ import torch
 from graphpass import AttentionSupport, BatchDescriptor
 from graphpass.compat import operators
 from graphpass.compat.operators import PackedSequences
+from graphpass.report import KernelUse
 from graphpass.text import LayerMask, PagedAttention, PagedLayer
 from graphpass.text.paged import attention, cache, kernels
-from graphpass.text.paged.kernels import AttentionKernels, Scores, masked_attention, write_fault
+from graphpass.text.paged.kernels import kernels_of, masked_attention, write_fault
 from tests.unit.text.paged_reference import Heads, Paged, assert_right, attend_by, kind_of, reference, run, uniform_key
 from tests.unit.text.test_paged_attention import PLAIN_HEADS, STEPS
 
@@ -66,7 +67,7 @@ def test_packed_keys(heads: Heads) -> None:
         step, tensors = paged.grow(requests, query_lens)
         eager, full = paged.attention.build(step, None), paged.attention.build(step, key)
         is_uniform = len(set(query_lens)) == 1
-        assert (kind_of(eager.keys), kind_of(full.keys)) == ("batched" if is_uniform else "packed", "packed")
+        assert (kind_of(eager), kind_of(full)) == ("batched" if is_uniform else "packed", "packed")
         for metadata, num_rows in ((eager, 20), (full, 20)):
             assert_right(run(paged, tensors, metadata, num_rows), tensors)
 
@@ -84,7 +85,7 @@ def test_keys_in_place(heads: Heads) -> None:
             of_keys.append(uniform_key(5, query_lens[0]))
         for key in of_keys:
             metadata = paged.attention.build(step, key)
-            assert kind_of(metadata.keys) == "in place"
+            assert kind_of(metadata) == "in place"
             assert_right(run(paged, tensors, metadata, 20 if key is None else key.num_tokens), tensors)
 
 
@@ -161,7 +162,7 @@ def test_a_kernel_that_fails_its_trial_reads_no_pages(flash: pytest.MonkeyPatch)
     paged = Paged(Heads(4, 2, 16), page_size=32, num_pages=6)
     step, tensors = paged.grow([paged.begin(), paged.begin()], [1, 1])
     metadata = paged.attention.build(step, None)
-    assert kind_of(metadata.keys) == "batched"
+    assert kind_of(metadata) == "batched"
     assert_right(run(paged, tensors, metadata, 2), tensors)
 
 
@@ -223,22 +224,26 @@ TABLES, IN_PLACE, PACKED, MASKED = (
 )
 
 
+Choice = tuple[bool, bool, tuple[KernelUse, ...]]
+"""Whether flash attention serves the layers, whether it reads the pages, and which kernel serves which steps."""
+
+
 def chosen(
     layer: PagedLayer = PLAIN, dtype: torch.dtype = torch.bfloat16, device: str = "cuda", page_size: int = 16
-) -> AttentionKernels:
+) -> Choice:
     """The choice for two layers, the second one plain."""
     memory: Any = SimpleNamespace(
         device=torch.device(device), dtype=dtype, layers=(layer, None, PLAIN), page_size=page_size
     )
-    return AttentionKernels.choose(memory, 64)
+    return kernels_of(memory, 64)
 
 
-def served(choice: AttentionKernels) -> dict[str, str]:
-    return {use.kernel: use.serves for use in choice.uses}
+def served(choice: Choice) -> dict[str, str]:
+    return {use.kernel: use.serves for use in choice[2]}
 
 
-def why(choice: AttentionKernels, kernel: str) -> str:
-    return next(use.why for use in choice.uses if use.kernel == kernel)
+def why(choice: Choice, kernel: str) -> str:
+    return next(use.why for use in choice[2] if use.kernel == kernel)
 
 
 @pytest.fixture
@@ -253,14 +258,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_pages_of_whole_sequences_are_read_in_place() -> None:
     choice = chosen(page_size=64)
     assert served(choice) == {TABLES: "none", IN_PLACE: "all steps", PACKED: "none", MASKED: "none"}
-    assert choice.has_flash
-    assert choice.in_place
+    assert choice[:2] == (True, True)
 
 
 @pytest.mark.usefixtures("gpu")
 def test_keys_of_small_pages_are_packed_or_gathered() -> None:
     choice = chosen()
-    assert not choice.in_place
+    assert choice[:2] == (True, False)
     assert served(choice) == {
         TABLES: "none",
         IN_PLACE: "none",
@@ -295,7 +299,7 @@ def test_other_caches_use_masked_attention_and_the_table_says_why(
 
 @pytest.mark.usefixtures("gpu")
 def test_a_chunk_that_no_sequence_reaches_is_none() -> None:
-    assert chosen(PagedLayer(2, 64, mask=LayerMask(chunk=64))).has_flash
+    assert chosen(PagedLayer(2, 64, mask=LayerMask(chunk=64)))[0]
 
 
 def test_the_gpu_and_this_torch_are_asked(gpu: pytest.MonkeyPatch) -> None:
@@ -314,7 +318,7 @@ def test_the_gpu_and_this_torch_are_asked(gpu: pytest.MonkeyPatch) -> None:
     gpu.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     gpu.setattr(kernels, "fault_in_place", lambda *_: "it attends to wrong keys")
     choice = chosen(page_size=64)
-    assert (choice.has_flash, choice.in_place) == (True, False)
+    assert choice[:2] == (True, False)
     assert why(choice, IN_PLACE) == "it attends to wrong keys"
 
 
@@ -326,6 +330,8 @@ def test_scores_of_either_kind_agree_with_scaled_dot_product_attention() -> None
     )
     bias = torch.zeros(3, 1, 8, 9).masked_fill_(torch.rand(3, 1, 8, 9, generator=seeded) < 0.3, -torch.inf)
     bias[..., 0] = 0.0
-    plain = masked_attention(query, keys, values, bias, Scores(0.25, 0.0, None))
-    for scores in (Scores(0.25, 1e4, None), Scores(0.25, 0.0, torch.full((8,), -100.0))):
-        torch.testing.assert_close(masked_attention(query, keys, values, bias, scores), plain, rtol=1e-4, atol=1e-5)
+    plain = masked_attention(query, keys, values, bias, 0.25)
+    for scores in ({"softcap": 1e4}, {"sinks": torch.full((8,), -100.0)}):
+        torch.testing.assert_close(
+            masked_attention(query, keys, values, bias, 0.25, **scores), plain, rtol=1e-4, atol=1e-5
+        )
