@@ -18,7 +18,7 @@ from graphpass.report import KernelUse
 from graphpass.text.paged.cache import (
     FIRST_LIVE_PAGE,
     SCRATCH_PAGE,
-    FixedMetadata,
+    LayerMask,
     PageAllocator,
     PagedKVCache,
     PagedLayer,
@@ -83,9 +83,17 @@ class PagedAttention:
         self.support = support  #: the batches with which it can be captured
         self._length_step = math.lcm(cache.page_size, _MASK_ALIGNMENT)
         longest = max(round_up(max_seq_len, self._length_step), _power_of_two(max_num_tokens), max_num_reqs + 1)
-        self._fixed = FixedMetadata.of(
-            cache, max_seq_len, torch.arange(longest, dtype=torch.int32, device=cache.device)
-        )
+        of_layers = [LayerMask() if layer is None else layer.mask.within(max_seq_len) for layer in cache.layers]
+        masks = sorted({mask for mask, layer in zip(of_layers, cache.layers, strict=True) if layer is not None})
+        #: the fields of the metadata that are equal for all steps
+        self._fixed: dict[str, Any] = {
+            "cache": cache,
+            "longest": max_seq_len,
+            "masks": tuple(masks),
+            "mask_of": tuple(masks.index(mask) if mask in masks else 0 for mask in of_layers),
+            "numbers": torch.arange(longest, dtype=torch.int32, device=cache.device),
+            "value_offsets": torch.tensor([0, cache.num_slots], device=cache.device).view(2, 1, 1),
+        }
         self._has_flash, self._in_place, self._uses = kernels_of(cache, max_seq_len)
         self._write_fault = write_fault(cache.device, cache.dtype)  # guard: paged_write_tried
         self._has_positions = any(layer is not None and layer.query_scale is not None for layer in cache.layers)
@@ -270,9 +278,9 @@ class PagedAttention:
         new: NewTensor = self._new_tensor if key is None else self._shared_tensor
         kind = FlashKeys if self._in_place or layout.num_keys else BatchedKeys
         return kind(
+            **self._fixed,
             **layout.views(flat, torch.int64),
             layout=layout,
-            fixed=self._fixed,
             new=new,
             # Padded tokens of a uniform key belong to unused requests, whose result is zero anyway.
             is_padded=key is not None and not key.uniform,

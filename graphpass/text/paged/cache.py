@@ -298,6 +298,23 @@ class PagedKVCache:
         """Bytes of the keys and values of all layers."""
         return self._memory.nbytes
 
+    def layer(self, number: int) -> tuple[PagedLayer, LayerMemory]:
+        """A layer, and its keys and values.
+
+        Raises:
+            ShapeError: the cache has no such layer.
+        """
+        is_known = 0 <= number < len(self.layers)
+        layer, memory = (self.layers[number], self.memories[number]) if is_known else (None, None)
+        if layer is None or memory is None:
+            raise ShapeError(
+                "the KV cache has no such layer",
+                expected=f"one of layers {[n for n, known in enumerate(self.layers) if known is not None]}",
+                found=str(number),
+                remedy="create the cache with as many layers as the model has",
+            )
+        return layer, memory
+
     def _num_elements(self, layer: PagedLayer) -> int:
         """Elements of a layer, rounded up."""
         keys = round_up(self.num_slots * layer.num_kv_heads * layer.head_dim, _ALIGNMENT)
@@ -313,42 +330,3 @@ class PagedKVCache:
         after = memory[round_up(keys.numel(), _ALIGNMENT) :]
         values = after[: slots * heads * layer.dim_of_values].view(slots, heads, layer.dim_of_values)
         return LayerMemory(keys, values, None)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FixedMetadata:
-    """Metadata that is equal for all steps over one cache."""
-
-    cache: PagedKVCache
-    longest: int  #: the longest sequence; a limit of a mask at least as large is none
-    masks: tuple[LayerMask, ...]  #: the different masks of the layers, within ``longest``
-    mask_of: tuple[int, ...]  #: for each layer the index of its mask
-    numbers: torch.Tensor  #: 0, 1, 2..., int32
-    value_offsets: torch.Tensor  #: 0, and the number of slots; int64 [2, 1, 1]
-
-    @classmethod
-    def of(cls, cache: PagedKVCache, longest: int, numbers: torch.Tensor) -> FixedMetadata:
-        """For sequences of at most ``longest`` tokens over this cache."""
-        of_layers = [LayerMask() if layer is None else layer.mask.within(longest) for layer in cache.layers]
-        masks = tuple(sorted({mask for mask, layer in zip(of_layers, cache.layers, strict=True) if layer is not None}))
-        return cls(
-            cache=cache,
-            longest=longest,
-            masks=masks,
-            mask_of=tuple(masks.index(mask) if mask in masks else 0 for mask in of_layers),
-            numbers=numbers,
-            value_offsets=torch.tensor([0, cache.num_slots], device=cache.device).view(2, 1, 1),
-        )
-
-    def layer(self, number: int) -> tuple[PagedLayer, LayerMemory]:
-        """A layer, and its keys and values; raises ShapeError if the cache has no such layer."""
-        layers = self.cache.layers
-        layer, memory = (layers[number], self.cache.memories[number]) if 0 <= number < len(layers) else (None, None)
-        if layer is None or memory is None:
-            raise ShapeError(
-                "the KV cache has no such layer",
-                expected=f"one of layers {[n for n, known in enumerate(layers) if known is not None]}",
-                found=str(number),
-                remedy="create the cache with as many layers as the model has",
-            )
-        return layer, memory

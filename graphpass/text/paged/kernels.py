@@ -46,26 +46,26 @@ class BatchedKeys(PagedMetadata):
     token_places: torch.Tensor = field(init=False)  #: of mixed batches: the place of each token, int64 [tokens]
 
     def __post_init__(self, new: NewTensor) -> None:
-        layout, fixed = self.layout, self.fixed
+        layout = self.layout
         reqs, queries, length = layout.num_reqs, layout.max_query_len, layout.max_seq_len
         is_mixed = layout.query_len is None
         self.slots = new("slots", (2, reqs, length), torch.int64)
-        self.bias = new("bias", (len(fixed.masks), reqs, queries, length), fixed.cache.dtype)
+        self.bias = new("bias", (len(self.masks), reqs, queries, length), self.cache.dtype)
         self.query_rows = new("query_rows", (reqs, queries) if is_mixed else (0, 0), torch.int64)
         self.token_places = new("token_places", (layout.num_tokens if is_mixed else 0,), torch.int64)
 
     def _prepare(self) -> None:
-        numbers = self.fixed.numbers
+        numbers = self.numbers
         _, num_reqs, length = self.slots.shape
         positions = numbers[:length]
         page_size = self.layout.page_size
         slots = torch.add(numbers[:page_size], self.block_tables.unsqueeze(-1), alpha=page_size).view(num_reqs, length)
         slots.mul_(positions < self.seq_lens.unsqueeze(1))  # guard: paged_null_page
-        torch.add(slots, self.fixed.value_offsets, out=self.slots)
+        torch.add(slots, self.value_offsets, out=self.slots)
         places = numbers[: self.bias.shape[2]]
         # Unused requests see the null page: a softmax over nothing would be NaN.
         own = (self.first_positions.unsqueeze(1) + places).unsqueeze(-1)
-        for bias, mask in zip(self.bias, self.fixed.masks, strict=True):
+        for bias, mask in zip(self.bias, self.masks, strict=True):
             bias.fill_(-math.inf).masked_fill_(mask.visible(own, positions), 0.0)
         if self.layout.query_len is None:
             torch.add(self.query_start_loc[:-1].unsqueeze(1), places, out=self.query_rows)
@@ -115,14 +115,14 @@ class FlashKeys(PagedMetadata):
         self.query_bounds = new("query_bounds", (0 if self.layout.query_len is None else count,), torch.int32)
 
     def _prepare(self) -> None:
-        layout, fixed = self.layout, self.fixed
+        layout = self.layout
         if self.slots is not None:
-            torch.add(self.key_slots, fixed.value_offsets.view(2, 1), out=self.slots)
+            torch.add(self.key_slots, self.value_offsets.view(2, 1), out=self.slots)
             return
         self.starts.zero_()
         torch.mul(self.block_tables[:, 0], layout.page_size, out=self.starts[:-1])
         if layout.query_len is not None:
-            torch.mul(fixed.numbers[: len(self.query_bounds)], layout.query_len, out=self.query_bounds)
+            torch.mul(self.numbers[: len(self.query_bounds)], layout.query_len, out=self.query_bounds)
 
     def _attended(self, call: AttentionCall, query: torch.Tensor, memory: LayerMemory, mask: int) -> torch.Tensor:
         """See the base class.
@@ -138,7 +138,7 @@ class FlashKeys(PagedMetadata):
         else:
             (keys, values), starts, longest = memory.gather(self.slots), self.key_start_loc, layout.max_seq_len
         sequences = operators.PackedSequences(bounds, starts, self.seq_lens, layout.max_query_len, longest)
-        window = self.fixed.masks[mask].window
+        window = self.masks[mask].window
         return operators.flash_attention(query, keys, values, sequences, scale=call.scale, causal_window=window)
 
 

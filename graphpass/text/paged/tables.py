@@ -22,7 +22,7 @@ from graphpass.text.paged.cache import (
     FIRST_LIVE_PAGE,
     NULL_PAGE,
     SCRATCH_PAGE,
-    FixedMetadata,
+    LayerMask,
     LayerMemory,
     PagedKVCache,
     PagedLayer,
@@ -263,51 +263,6 @@ class AttentionCall:
         """Whether scores are scaled products and nothing else."""
         return not self.softcap and self.sinks is None
 
-    def check(self, fixed: FixedMetadata, layer: PagedLayer, num_tokens: int) -> None:
-        """Raise ShapeError if tensors, sliding window or scores are not those of the layer."""
-        self._check_tensors(layer, fixed.cache.dtype, num_tokens)
-        declared = fixed.masks[fixed.mask_of[self.layer]].window
-        passed = self.window if self.window < fixed.longest else 0
-        if self.window and passed != declared:
-            raise ShapeError(
-                f"layer {self.layer} passes a sliding window that its cache was not created for",
-                expected=f"{declared}" if declared else "none",
-                found=str(self.window),
-                remedy="create the cache with the layer's mask: PagedLayer(..., mask=LayerMask(window=4096))",
-            )
-        if layer.is_plain and not self.is_plain:
-            raise ShapeError(
-                f"layer {self.layer} uses a soft cap or sinks that its cache was not created for",
-                expected="scores that are scaled products",
-                found="softcap" if self.softcap else "sinks",
-                remedy="create the cache with PagedLayer(..., is_plain=False) for this layer",
-            )
-
-    def _check_tensors(self, layer: PagedLayer, dtype: torch.dtype, num_tokens: int) -> None:
-        query, key, value, out, sinks = self.query, self.key, self.value, self.out, self.sinks
-        num_kv_heads, head_dim, value_dim = layer.num_kv_heads, layer.head_dim, layer.dim_of_values
-        fits = (
-            query.dim() == 3
-            and query.shape[0] >= num_tokens
-            and query.shape[1] % num_kv_heads == 0
-            and query.shape[2] == head_dim
-            and key.shape == (query.shape[0], num_kv_heads, head_dim)
-            and value.shape == (query.shape[0], num_kv_heads, value_dim)
-            and out.shape == (*query.shape[:2], value_dim)
-            and (sinks is None or sinks.shape == query.shape[1:2])
-            and query.dtype == key.dtype == value.dtype == out.dtype == dtype
-        )
-        if not fits:
-            raise ShapeError(
-                "paged attention got tensors that do not fit its cache or step",
-                expected=f"key [at least {num_tokens}, {num_kv_heads}, {head_dim}], value [..., {num_kv_heads}, "
-                f"{value_dim}], query and out of as many rows and a multiple of the heads, of {dtype}; one sink a head",
-                found=", ".join(f"{list(t.shape)} {t.dtype}" for t in (query, key, value, out))
-                + " (q, k, v, out)"
-                + ("" if sinks is None else f", {list(sinks.shape)} sinks"),
-                remedy="create the cache for the model's heads, head_dim and dtype, and dispatch with the step's sizes",
-            )
-
 
 class PagedStep(ABC):
     """What the forward context must contain as ``attn_metadata`` for the op."""
@@ -329,7 +284,12 @@ class PagedMetadata(PagedStep):
     """
 
     layout: TableLayout
-    fixed: FixedMetadata
+    cache: PagedKVCache
+    longest: int  #: the longest sequence of any step; a limit of a mask at least as large is none
+    masks: tuple[LayerMask, ...]  #: the different masks of the layers, within ``longest``
+    mask_of: tuple[int, ...]  #: for each layer the index of its mask
+    numbers: torch.Tensor  #: 0, 1, 2..., int32
+    value_offsets: torch.Tensor  #: 0, and the number of slots; int64 [2, 1, 1]
     new: InitVar[NewTensor]  #: allocates what the way to the keys needs beside the tables
     is_padded: bool  #: tokens at the end may be padding, whose rows of the result are to be zero
     writes_in_one_kernel: bool  #: a layer's keys and values are written by one kernel
@@ -352,9 +312,9 @@ class PagedMetadata(PagedStep):
 
     def attend(self, call: AttentionCall) -> None:
         """Write the step's keys and values into the cache, then attend over each request's pages, into ``call.out``."""
-        num_tokens, fixed = self.layout.num_tokens, self.fixed
-        layer, memory = fixed.layer(call.layer)
-        call.check(fixed, layer, num_tokens)
+        num_tokens = self.layout.num_tokens
+        layer, memory = self.cache.layer(call.layer)
+        self._check(call, layer)
         if call.out.shape[0] > num_tokens:
             call.out[num_tokens:].zero_()
         if num_tokens == 0:
@@ -368,13 +328,33 @@ class PagedMetadata(PagedStep):
         query = call.query[:num_tokens]
         if layer.query_scale is not None:  # guard: paged_position_scale
             query = (query * layer.query_scale.of(self.positions).view(-1, 1, 1)).to(query.dtype)
-        attended = self._attended(call, query, memory, fixed.mask_of[call.layer])
+        attended = self._attended(call, query, memory, self.mask_of[call.layer])
         real = call.out[:num_tokens]
         if attended.dim() == 5:
             real = real.unflatten(1, attended.shape[2:4]).unflatten(0, attended.shape[:2])
         real.copy_(attended)
         if self.is_padded:
             real.masked_fill_((self.token_rows < 0).view(-1, 1, 1), 0.0)
+
+    def _check(self, call: AttentionCall, layer: PagedLayer) -> None:
+        """Raise ShapeError if tensors, sliding window or scores are not those of the layer."""
+        _check_tensors(call, layer, self.cache.dtype, self.layout.num_tokens)
+        declared = self.masks[self.mask_of[call.layer]].window
+        passed = call.window if call.window < self.longest else 0
+        if call.window and passed != declared:
+            raise ShapeError(
+                f"layer {call.layer} passes a sliding window that its cache was not created for",
+                expected=f"{declared}" if declared else "none",
+                found=str(call.window),
+                remedy="create the cache with the layer's mask: PagedLayer(..., mask=LayerMask(window=4096))",
+            )
+        if layer.is_plain and not call.is_plain:
+            raise ShapeError(
+                f"layer {call.layer} uses a soft cap or sinks that its cache was not created for",
+                expected="scores that are scaled products",
+                found="softcap" if call.softcap else "sinks",
+                remedy="create the cache with PagedLayer(..., is_plain=False) for this layer",
+            )
 
     @abstractmethod
     def _prepare(self) -> None:
@@ -387,3 +367,29 @@ class PagedMetadata(PagedStep):
         The result is [tokens, heads, value_dim], or of a uniform batch [requests, query_len, kv heads, group,
         value_dim].
         """
+
+
+def _check_tensors(call: AttentionCall, layer: PagedLayer, dtype: torch.dtype, num_tokens: int) -> None:
+    query, key, value, out, sinks = call.query, call.key, call.value, call.out, call.sinks
+    num_kv_heads, head_dim, value_dim = layer.num_kv_heads, layer.head_dim, layer.dim_of_values
+    fits = (
+        query.dim() == 3
+        and query.shape[0] >= num_tokens
+        and query.shape[1] % num_kv_heads == 0
+        and query.shape[2] == head_dim
+        and key.shape == (query.shape[0], num_kv_heads, head_dim)
+        and value.shape == (query.shape[0], num_kv_heads, value_dim)
+        and out.shape == (*query.shape[:2], value_dim)
+        and (sinks is None or sinks.shape == query.shape[1:2])
+        and query.dtype == key.dtype == value.dtype == out.dtype == dtype
+    )
+    if not fits:
+        raise ShapeError(
+            "paged attention got tensors that do not fit its cache or step",
+            expected=f"key [at least {num_tokens}, {num_kv_heads}, {head_dim}], value [..., {num_kv_heads}, "
+            f"{value_dim}], query and out of as many rows and a multiple of the heads, of {dtype}; one sink a head",
+            found=", ".join(f"{list(t.shape)} {t.dtype}" for t in (query, key, value, out))
+            + " (q, k, v, out)"
+            + ("" if sinks is None else f", {list(sinks.shape)} sinks"),
+            remedy="create the cache for the model's heads, head_dim and dtype, and dispatch with the step's sizes",
+        )
