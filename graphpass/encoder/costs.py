@@ -47,21 +47,17 @@ class PackingCosts:
     max_eager_tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class EagerCurve:
-    """Duration of an eager call as a function of its output tokens.
+def eager_curve(sizes: Sequence[int], seconds: Sequence[float]) -> TokenCosts:
+    """The duration of an eager call from that of ascending measured ``sizes`` in output tokens.
 
     It is linear between measured sizes, constant below the smallest (the cost of launches does not depend on the size),
     and proportional above the largest.
     """
 
-    tokens: tuple[int, ...]  #: measured sizes in output tokens, ascending
-    seconds: tuple[float, ...]  #: duration at each size, not descending
+    def curve(tokens: Ints) -> Floats:
+        return np.interp(tokens, sizes, seconds) * np.maximum(1, tokens / sizes[-1])
 
-    def __call__(self, tokens: Ints) -> Floats:
-        """Seconds of a call with each of ``tokens``."""
-        between = np.interp(tokens, self.tokens, self.seconds)
-        return between * np.maximum(1, tokens / self.tokens[-1])
+    return curve
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +92,8 @@ class Load:
         return cls(sum(spec.output_tokens for spec in specs), len(specs), squares)
 
 
-@dataclass(frozen=True, slots=True)
-class TimedExample:
-    """Items whose replay and eager call can be timed."""
-
-    load: Load  #: their size
-    replay: Callable[[], object]  #: replays their key as ``execute`` does
-    eager: Callable[[], object]  #: runs them eagerly
+TimedExample = tuple[Load, Callable[[], object], Callable[[], object]]
+"""The size of items, a function that replays their key as ``execute`` does, and one that runs them eagerly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +163,7 @@ def measured_costs(
     the number returns the usual example. An example is timed before the next one is requested.
     """
     replay_s: dict[EncoderGraphKey, float] = {}
-    eager: dict[object, EagerCurve] = {}
+    eager: dict[object, TokenCosts] = {}
     surcharges: dict[object, ItemCosts] = {}
     for group, keys in groups.items():
         by_axes: dict[object, list[EncoderGraphKey]] = {}
@@ -191,7 +182,7 @@ def measured_costs(
             timed = [(timing.key, timing.load, timing.replay_s) for timing in usual]
             if ladder is not largest:
                 examples = ((key, example_of(key, None)) for key in spread(ladder, _TIMED_SIZES))
-                timed = [(key, example.load, _seconds(example.replay, device)) for key, example in examples]
+                timed = [(key, load, _seconds(replay, device)) for key, (load, replay, _) in examples]
             seconds = [max(0.0, all_s - of_replay.of_call(load)) for _, load, all_s in timed]
             known = np.interp([key.tokens for key in ladder], [key.tokens for key, *_ in timed], seconds)
             replay_s |= zip(ladder, known.tolist(), strict=True)
@@ -211,18 +202,20 @@ def _timed_with_other_items(usual: Sequence[_Timing], example_of: ExampleOf, dev
         counts = {timing.load.items}
         for count in (1, timing.key.items):
             example = example_of(timing.key, count)
-            if example.load.items not in counts and example.load.tokens >= _FILLED * timing.load.tokens:
-                counts.add(example.load.items)
+            load = example[0]
+            if load.items not in counts and load.tokens >= _FILLED * timing.load.tokens:
+                counts.add(load.items)
                 found.append(_timed(timing.key, example, device))
     return found
 
 
 def _timed(key: EncoderGraphKey, example: TimedExample, device: torch.device, *, eagerly: bool = True) -> _Timing:
-    replay_s, eager_s = _seconds(example.replay, device), math.inf
+    load, replay, run_eagerly = example
+    replay_s, eager_s = _seconds(replay, device), math.inf
     if eagerly:
         with contextlib.suppress(torch.OutOfMemoryError):
-            eager_s = _seconds(example.eager, device)
-    return _Timing(key, example.load, replay_s, eager_s)
+            eager_s = _seconds(run_eagerly, device)
+    return _Timing(key, load, replay_s, eager_s)
 
 
 def _fitted(timings: Sequence[tuple[_Timing, float]]) -> ItemCosts:
@@ -249,13 +242,13 @@ def _fitted(timings: Sequence[tuple[_Timing, float]]) -> ItemCosts:
     return ItemCosts(*found)
 
 
-def _curve(usual: Sequence[_Timing], of_items: ItemCosts) -> EagerCurve:
+def _curve(usual: Sequence[_Timing], of_items: ItemCosts) -> TokenCosts:
     """The eager costs by tokens, without what the items add."""
     ascending = sorted(usual, key=lambda timing: timing.load.tokens)
     seconds = [max(0.0, min(timing.eager_s, _NEVER_S) - of_items.of_call(timing.load)) for timing in ascending]
     rising = np.maximum.accumulate(seconds).tolist()
     by_tokens = dict(zip((timing.load.tokens for timing in ascending), rising, strict=True))
-    return EagerCurve(tuple(by_tokens), tuple(by_tokens.values()))
+    return eager_curve(tuple(by_tokens), tuple(by_tokens.values()))
 
 
 def spread(keys: Sequence[EncoderGraphKey], most: int) -> list[EncoderGraphKey]:

@@ -227,7 +227,7 @@ class EncoderLadder:
                 )
                 raise
 
-        return TimedExample(load, replay, eager_if_there_is_memory)
+        return load, replay, eager_if_there_is_memory
 
 
 def _named(key: EncoderGraphKey) -> Key:
@@ -389,39 +389,28 @@ class EncoderBuffers(PaddedMemory[str]):
 
 
 def _refuse_other_names(values: Mapping[str, object], config: EncoderCudaGraphConfig, method: str) -> None:
-    missing = [name for name in config.buffer_keys if name not in values]
-    unknown = [name for name in values if name not in config.buffer_keys]
-    if missing or unknown:
+    if set(values) != set(config.buffer_keys):
         raise EncoderConfigError(
-            f"{method} returned no buffer {missing[0]!r}"
-            if missing
-            else f"{method} returned {unknown[0]!r}, which is no buffer",
+            f"{method} returned other buffers than the configuration has",
             expected=f"the buffer_keys {list(config.buffer_keys)}",
             found=repr(list(values)),
-            remedy="return None for an unchanged buffer" if missing else "add it to buffer_keys",
+            remedy="return every buffer, None for an unchanged one, and name all of them in buffer_keys",
         )
 
 
 def _check(name: str, value: object, buffer: torch.Tensor, key: EncoderGraphKey) -> None:
-    if not isinstance(value, torch.Tensor):
-        raise ShapeError(
-            f"the value for buffer {name!r} is not a tensor",
-            expected=f"a tensor of at most {tuple(buffer.shape)} of {buffer.dtype}",
-            found=type(value).__name__,
-            remedy="let the processor return tensors: return_tensors='pt'",
-        )
-    casts = value.dtype == buffer.dtype or (value.is_floating_point() and buffer.is_floating_point())
-    fits = value.dim() == buffer.dim() and value.shape[1:] == buffer.shape[1:]
-    if fits and value.dim():
-        fits = value.shape[0] <= buffer.shape[0]
-    if not (casts and fits):
-        raise ShapeError(
-            f"the value for buffer {name!r} does not fit the key {key}",
-            expected=f"at most {tuple(buffer.shape)} of {buffer.dtype}",
-            found=f"{tuple(value.shape)} of {value.dtype}",
-            remedy="return at most as many rows as the key has, with the other dimensions and the dtype of the capture "
-            "inputs",
-        )
+    if isinstance(value, torch.Tensor):
+        casts = value.dtype == buffer.dtype or (value.is_floating_point() and buffer.is_floating_point())
+        fits = value.dim() == buffer.dim() and value.shape[1:] == buffer.shape[1:]
+        if casts and fits and value.shape[:1] <= buffer.shape[:1]:
+            return
+    raise ShapeError(
+        f"the value for buffer {name!r} does not fit the key {key}",
+        expected=f"a tensor of at most {tuple(buffer.shape)} of {buffer.dtype}",
+        found=f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__,
+        remedy="return tensors of at most as many rows as the key has, with the other dimensions and the dtype of the "
+        "capture inputs; let the processor return tensors (return_tensors='pt')",
+    )
 
 
 def eager_outputs(model: SupportsEncoderCudaGraph, items: EncoderItems) -> tuple[torch.Tensor, ...]:

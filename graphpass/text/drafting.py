@@ -101,47 +101,34 @@ class _NgramIndex:
         self.num_tokens = len(text)
 
 
-class _Text:
-    """The tokens of one request: known tokens, then drafts, in an array of the request's maximal length."""
-
-    def __init__(self, request: Request) -> None:
-        self.tokens = np.empty(request.max_length, dtype=np.int64)
-        self.num_known = len(request.prompt)
-        self.tokens[: self.num_known] = request.prompt
-
-    def known(self) -> Ints:
-        """Prompt and new tokens so far, read-only."""
-        view = self.tokens[: self.num_known]
-        view.flags.writeable = False
-        return view
-
-    def drafts(self) -> Ints:
-        """The rest of the array, after the known tokens; writable."""
-        return self.tokens[self.num_known :]
-
-
 class Speculation:
     """Keeps the texts of running requests, adds drafts to a scheduler's steps, and verifies them."""
 
     def __init__(self, drafter: Drafter, draft_tokens: int, vocab_size: int | None) -> None:
         self._drafter, self._num_last = drafter, 1 + draft_tokens
         self._max_token = np.iinfo(np.int64).max if vocab_size is None else vocab_size - 1
-        self._texts: dict[Request, _Text] = {}
+        #: the tokens of each request, known ones and then drafts, in an array of its maximal length
+        self._texts: dict[Request, Ints] = {}
+        self._num_known: dict[Request, int] = {}
         self.num_drafted = self.num_accepted = 0  #: verified drafts, and accepted ones among them, so far
 
     def guess(self, request: Request, limit: int) -> int:
         """Let the drafter guess at most ``limit`` next tokens of a request; returns the number of drafts."""
-        text = self._texts[request]
-        drafts = self._checked(self._drafter.propose(request, text.known(), limit), request, limit)
-        text.drafts()[: len(drafts)] = drafts
+        text, num_known = self._texts[request], self._num_known[request]
+        known = text[:num_known]
+        known.flags.writeable = False
+        drafts = self._checked(self._drafter.propose(request, known, limit), request, limit)
+        text[num_known : num_known + len(drafts)] = drafts
         return len(drafts)
 
     def texts(self, plan: StepPlan) -> list[Ints]:
         """All tokens of each row's request, its drafts included."""
         for request in plan.requests:
             if request not in self._texts:
-                self._texts[request] = _Text(request)
-        return [self._texts[request].tokens for request in plan.requests]
+                num_known = self._num_known[request] = len(request.prompt)
+                self._texts[request] = np.empty(request.max_length, dtype=np.int64)
+                self._texts[request][:num_known] = request.prompt
+        return [self._texts[request] for request in plan.requests]
 
     def verify(self, plan: StepPlan, answers: Sequence[int]) -> list[tuple[Request, list[int], bool]]:
         """Compare the drafts of a step with the model's answers, and append the accepted tokens to the texts."""
@@ -155,26 +142,29 @@ class Speculation:
 
     def _accepted(self, request: Request, answers: Sequence[int]) -> tuple[list[int], bool]:
         """The new tokens of a request, and whether the last of these ends it."""
-        text, num_drafts = self._texts[request], len(answers) - 1
-        drafts = text.drafts()[:num_drafts].tolist()
+        num_drafts = len(answers) - 1
+        after_known = self._texts[request][self._num_known[request] :]
+        drafts = after_known[:num_drafts].tolist()
         differs = (at for at, (draft, answer) in enumerate(zip(drafts, answers, strict=False)) if draft != answer)
         num_right = next(differs, num_drafts)
         ends = (at for at, token in enumerate(answers[: num_right + 1]) if token in request.eos_token_ids)
         end = next(ends, None)
         tokens = list(answers[: (num_right if end is None else end) + 1])
-        text.drafts()[: len(tokens)] = tokens
-        text.num_known += len(tokens)
+        after_known[: len(tokens)] = tokens
+        self._num_known[request] += len(tokens)
         self.num_drafted += num_drafts
         self.num_accepted += min(num_right, len(tokens))
-        return tokens, end is not None or text.num_known == request.max_length
+        return tokens, end is not None or self._num_known[request] == request.max_length
 
     def forget(self, request: Request) -> None:
         """Drop the text of a request that has ended; an unknown request is ignored."""
         self._texts.pop(request, None)
+        self._num_known.pop(request, None)
 
     def close(self) -> None:
         """Drop the texts of all requests."""
         self._texts.clear()
+        self._num_known.clear()
 
     def _checked(self, proposed: Any, request: Request, limit: int) -> Ints:
         """The drafts as an array."""

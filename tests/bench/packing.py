@@ -18,7 +18,7 @@ from rich.console import Console
 
 from graphpass import EncoderOptions
 from graphpass.encoder import EncoderAxis, EncoderCudaGraphConfig, EncoderItemSpec, PackingCosts, pack_items
-from graphpass.encoder.costs import EagerCurve, EncoderCosts
+from graphpass.encoder.costs import EncoderCosts, eager_curve
 from graphpass.encoder.options import keys_of
 from graphpass.encoder.planner import BatchPlanner
 from tests.bench.timing import table_of
@@ -68,7 +68,7 @@ def by_planner(tokens: list[int], *, has_axis: bool) -> Callable[[], object]:
         for key in keys
     }
     sizes = (MIN_TOKENS, 1024, MAX_TOKENS)
-    curve = EagerCurve(sizes, tuple(EAGER_MS + EAGER_MS_A_TOKEN * size for size in sizes))
+    curve = eager_curve(sizes, tuple(EAGER_MS + EAGER_MS_A_TOKEN * size for size in sizes))
     specs = [
         EncoderItemSpec(
             PATCHES_PER_TOKEN * count, count, axes=((GREATEST[0], PATCHES_PER_TOKEN * count),) if has_axis else ()

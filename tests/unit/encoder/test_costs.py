@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from graphpass.encoder import EncoderGraphKey
-from graphpass.encoder.costs import EagerCurve, EncoderCosts, ItemCosts, Load, TimedExample, measured_costs
+from graphpass.encoder.costs import EncoderCosts, ItemCosts, Load, TimedExample, eager_curve, measured_costs
 from graphpass.encoder.protocol import EncoderItems, EncoderOutput
 from graphpass.ladder import traffic
 from tests.unit.encoder import toy
@@ -99,7 +99,7 @@ def measured(
         def timing(kind: str, seconds: float) -> Callable[[], Any]:
             return lambda: timed.append((kind, key)) or seconds  # type: ignore[func-returns-value]
 
-        return TimedExample(Load(key.tokens, 1, 0.0), timing("replay", replay_s(key)), timing("eager", eager_s(key)))
+        return Load(key.tokens, 1, 0.0), timing("replay", replay_s(key)), timing("eager", eager_s(key))
 
     return measured_costs(groups, example, torch.device("cpu"))
 
@@ -138,7 +138,7 @@ def test_noise_does_not_make_a_larger_eager_call_cheaper(timed: list[tuple[str, 
 
 
 def test_an_eager_call_below_and_above_what_was_measured() -> None:
-    curve = EagerCurve((10, 20), (1.0, 3.0))
+    curve = eager_curve((10, 20), (1.0, 3.0))
     assert curve(np.array([0, 1, 10, 15, 20, 40])).tolist() == [1.0, 1.0, 1.0, 2.0, 3.0, 6.0]
 
 
@@ -163,7 +163,7 @@ def test_what_items_add_is_found(of_replay: tuple[float, float], of_eager: tuple
     def example(key: EncoderGraphKey, num_items: int | None) -> TimedExample:
         load = loads(key, num_items)
         replay, eager = (ItemCosts(*found).of_call(load) for found in (of_replay, of_eager))
-        return TimedExample(load, lambda: 3.0 + key.tokens + replay, lambda: 1.0 + 2.0 * key.tokens + eager)
+        return load, lambda: 3.0 + key.tokens + replay, lambda: 1.0 + 2.0 * key.tokens + eager
 
     found = measured_costs({"a": keys}, example, torch.device("cpu"))
     surcharge = found.surcharges["a"]
@@ -184,7 +184,7 @@ def test_more_items_that_take_less_time_add_nothing() -> None:
 
     def example(key: EncoderGraphKey, num_items: int | None) -> TimedExample:
         load = Load(key.tokens, num_items or 2, 0.0)
-        return TimedExample(load, lambda: 1.0, lambda: seconds[load.items])
+        return load, lambda: 1.0, lambda: seconds[load.items]
 
     found = measured_costs({"a": [EncoderGraphKey(8, 8, 8)]}, example, torch.device("cpu"))
     assert found.surcharges["a"] == ItemCosts()
