@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import os
 import subprocess
 import sys
@@ -13,6 +14,11 @@ import pytest
 import graphpass
 
 ROOT = Path(__file__).parent.parent
+MODULES = {
+    ".".join(source.relative_to(folder).with_suffix("").parts).removesuffix(".__init__"): source
+    for folder, package in ((ROOT, "graphpass"), (ROOT / "backends", "cgpass"))
+    for source in (folder / package).rglob("*.py")
+}
 
 
 def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -43,6 +49,25 @@ def test_imports_run_downwards() -> None:
     pytest.importorskip("importlinter")
     finished = run_python("from importlinter.cli import lint_imports_command as check; check()", "--no-cache")
     assert finished.returncode == 0, finished.stdout + finished.stderr
+
+
+def imported_by(source: Path) -> set[str]:
+    """The modules of graphpass and cgpass that import statements name, also those inside functions or TYPE_CHECKING."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module is not None, f"{source}: imports name the whole path"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found.update(name if name in MODULES else node.module for name in names)
+    return found & MODULES.keys()
+
+
+def test_no_modules_import_each_other() -> None:
+    graph = {name: imported_by(source) for name, source in MODULES.items()}
+    assert "graphpass.capture.runtime" in graph["graphpass"], "that import is for type checkers alone"
+    graphlib.TopologicalSorter(graph).prepare()  # raises a CycleError that names the circle
 
 
 @pytest.mark.parametrize(

@@ -338,7 +338,7 @@ class AutoDispatcher:
     def _drop(self, real: tuple[int, ...]) -> None:
         self._pad_again(real)
         descriptor = self.rules.keys.exact_key(real).descriptor
-        self._runtime.lease.drop([entry for wrapper in self._wrappers for entry in wrapper.take(descriptor)])
+        self._runtime.lease.drop([entry.graph for wrapper in self._wrappers for entry in wrapper.take(descriptor)])
 
     def _pad_for_good(self, call: AutoCall) -> None:
         """Drop the graph of the size of a call as soon as no forward uses the pool; it gets none again."""

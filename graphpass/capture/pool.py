@@ -11,8 +11,8 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -23,9 +23,6 @@ from graphpass.capture.tape import TapeDevice
 from graphpass.context import ForwardContext
 from graphpass.errors import DeviceError, PoolBusyError
 from graphpass.ledger import Ledger, Reason
-
-if TYPE_CHECKING:
-    from graphpass.capture.replay import GraphEntry
 
 GraphDevice = CudaDevice | TapeDevice
 _STALE_VIEW = Reason(
@@ -125,8 +122,8 @@ class PoolLease:
         self.generation = next(self._generations)
         #: addresses of the pool storages written so far in this forward
         self.forward_storages: set[int] = set()
-        #: the entries that wrappers replayed since the pool was last acquired, in order
-        self.forward_entries: list[GraphEntry] = []
+        #: the graph entries that wrappers replayed since the pool was last acquired, in order
+        self.forward_entries: list[Any] = []
         #: overwrite stale outputs with NaN on every device; ``compare`` sets this
         self.shows_stale = False
         self._forward: object = None  # identity of the forward that began last: the weak reference to its context
@@ -266,11 +263,11 @@ class PoolLease:
         """Start a new ``generation``: a graph was dropped, so data derived from entries before is invalid."""
         self.generation = next(self._generations)
 
-    def drop(self, entries: Sequence[GraphEntry]) -> None:
+    def drop(self, graphs: Iterable[Any]) -> None:
         """Drop graphs that no table contains any more, while no forward uses the pool."""
         assert self._device is not None
-        for entry in entries:
-            self._device.drop(entry.graph)
+        for graph in graphs:
+            self._device.drop(graph)
         self.entries_dropped()
 
     def close(self) -> None:

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from graphpass.capture.compare import RegionCalls
 from graphpass.capture.cuda import measurement_on
 from graphpass.capture.outputs import OutputPlan
 from graphpass.capture.pool import GraphDevice
+from graphpass.capture.regioncalls import RegionCalls
 from graphpass.capture.replay import (
     ContextPath,
     ContextReads,

@@ -14,11 +14,13 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from graphpass.capture.outputs import OutputPlan
+from graphpass.capture.pool import PoolLease
+from graphpass.capture.regioncalls import Observed
 from graphpass.capture.staging import (
     AliasPattern,
     BufferArena,
@@ -30,14 +32,12 @@ from graphpass.capture.staging import (
 from graphpass.compat import memory, operators
 from graphpass.context import ForwardContext
 from graphpass.errors import CaptureError, ShapeError, StaticInputError
-from graphpass.keys import BatchDescriptor
-from graphpass.ledger import Row
-from graphpass.report.records import RegionId
+from graphpass.keys import BatchDescriptor, CUDAGraphMode
+from graphpass.ledger import Ledger, Row
+from graphpass.report.records import Counts, RegionId, RegionUse
 
-if TYPE_CHECKING:
-    from graphpass.capture.compare import Observed
-    from graphpass.capture.pool import PoolLease
-
+#: what a wrapper counts for its region, in the ledger
+WRAPPER_EVENTS = ("warmed", "captured", "replayed")
 ANY_ADDRESS = 0
 _FEW_REPLAYS = 8
 _REMEMBERED_SETS = 256
@@ -133,7 +133,7 @@ class GraphEntry:
         return all(leaves[position].data_ptr() == address for position, address in self.plan.inputs.pool_inputs)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class KeyEntries:
     """The graphs of one wrapper at one key, and what became of them."""
 
@@ -147,16 +147,31 @@ class KeyEntries:
         # Another thread may capture meanwhile.
         return (entry for entries in list(self.by_anchor.values()) for entry in list(entries))
 
+    def drop_freed(self, entry_id: int, position: int, num_replays: int) -> bool:
+        """Drop the entry with this ``id()``, whose static input at ``position`` was freed after so many replays."""
+        for entries in self.by_anchor.values():
+            for index, entry in enumerate(entries):
+                if id(entry) == entry_id:
+                    del entries[index]
+                    self.freed.add(position)
+                    self.freed_soon[position] += num_replays < _FEW_REPLAYS
+                    self.freed_sets.append(entry.plan.statics)
+                    entry.graph.reset()
+                    return True
+        return False
+
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class EntryTable:
-    """All that one wrapper has captured. Finds the few entries that can serve a call, without a search through others.
+    """All that one wrapper has captured; its runtime counts, hides and closes it.
 
-    Dynamo shares one callable among the instances of a class, so a decoder compiled block by block has one entry for
-    each block at each key. The address of one parameter, the anchor, selects the instance; entries with the same anchor
-    are tried in order.
+    Finds the few entries that can serve a call, without a search through others. Dynamo shares one callable among the
+    instances of a class, so a decoder compiled block by block has one entry for each block at each key. The address of
+    one parameter, the anchor, selects the instance; entries with the same anchor are tried in order.
     """
 
+    region: RegionId
+    mode: CUDAGraphMode
     keys: dict[BatchDescriptor, KeyEntries] = field(default_factory=dict)
     arena: BufferArena = field(default_factory=BufferArena)
     _anchor: int | None = None
@@ -188,6 +203,16 @@ class EntryTable:
         """The keys that have an entry."""
         return [descriptor for descriptor, key in self.keys.items() if any(key.by_anchor.values())]
 
+    def uses(self, ledger: Ledger) -> Iterator[RegionUse]:
+        """Counts and costs so far, for each key."""
+        warmed, captured, replayed = (ledger.rows(self.region, event) for event in WRAPPER_EVENTS)
+        for (mode, key), row in list(warmed.items()):  # another thread may capture meanwhile
+            if mode is self.mode:
+                made, run = captured.get((mode, key), Row()), replayed.get((mode, key), Row())
+                static_sets = len({tuple(entry.plan.statics.addresses) for entry in self.at(key)})
+                counts = Counts(row.n, made.n, run.n, run.items, static_sets)
+                yield RegionUse(self.region, mode, key, counts, replace(made), replace(run))
+
     def add(self, key: KeyEntries, leaves: Sequence[Any], module_owned: Iterable[int], entry: GraphEntry) -> None:
         """Add the entry that was captured for ``leaves`` to a key."""
         if self._anchor is None:
@@ -197,31 +222,32 @@ class EntryTable:
         key.by_anchor.setdefault(address, []).append(entry)
         key.freed.clear()
 
-    def drop_freed(self, descriptor: BatchDescriptor, entry_id: int, position: int, num_replays: int) -> bool:
-        """Drop the entry with this ``id()``, whose static input at ``position`` was freed after so many replays."""
-        key = self.keys.get(descriptor, KeyEntries())
-        for entries in key.by_anchor.values():
-            for index, entry in enumerate(entries):
-                if id(entry) == entry_id:
-                    del entries[index]
-                    key.freed.add(position)
-                    key.freed_soon[position] += num_replays < _FEW_REPLAYS
-                    key.freed_sets.append(entry.plan.statics)
-                    entry.graph.reset()
-                    return True
-        return False
-
     def take(self, descriptor: BatchDescriptor) -> Sequence[GraphEntry]:
         """Remove all entries of a key, and return them for their graphs to be dropped."""
         return tuple(self.keys.pop(descriptor, ()))
 
-    def clear(self) -> None:
-        """Drop all graphs and buffers."""
+    def buffer_bytes(self) -> int:
+        """Bytes of the static buffers."""
+        return self.arena.num_bytes()
+
+    def close(self) -> None:
+        """Drop all graphs and buffers; more can be captured."""
         for key in self.keys.values():
             for entry in key:
                 entry.graph.reset()
         self.keys.clear()
         self.arena.clear()
+
+    def hide(self) -> Callable[[], None]:
+        """Put everything aside; returns a function that drops what was captured in the meantime, and restores it."""
+        hidden = self.keys, self.arena, self._anchor
+        self.keys, self.arena, self._anchor = {}, BufferArena(), None  # guard: throwaway_graphs_kept
+
+        def restore() -> None:
+            self.close()
+            self.keys, self.arena, self._anchor = hidden
+
+        return restore
 
     def _address(self, leaves: Sequence[Any]) -> int:
         anchor = self._anchor

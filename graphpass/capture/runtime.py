@@ -14,12 +14,13 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from graphpass.capture.givenup import SEE_WHAT_DIFFERS, GivenUpFunctions
 from graphpass.capture.pool import PoolLease
+from graphpass.capture.replay import WRAPPER_EVENTS, EntryTable
 from graphpass.capture.scope import CaptureScope, CaptureScopes
 from graphpass.capture.settings import frozen_objects
 from graphpass.compat import dynamo, memory
@@ -30,11 +31,6 @@ from graphpass.report import Problem, Report
 from graphpass.report.figures import ReportFigures, runtime_figures
 from graphpass.report.records import TUNED, CallableRecord, Counts, RegionId, RegionUse, RuntimeStats
 
-if TYPE_CHECKING:
-    from graphpass.capture.wrapper import CUDAGraphWrapper
-
-#: what a wrapper counts for its region, in the ledger
-WRAPPER_EVENTS = ("warmed", "captured", "replayed")
 _ATTRIBUTE = "graphpass_runtime"
 _OF_MODES = ("dispatch key", "grad_mode", "inference", "requires_grad")  # in guards
 _SAME_MODE = "create all inputs and make all calls under torch.inference_mode(), or none"
@@ -48,7 +44,7 @@ _Owned = TypeVar("_Owned")
 
 
 class _OwnsBuffers(Protocol):
-    """A wrapper, or a dispatcher of calls without a context, which owns padded inputs."""
+    """The graphs of a wrapper, or a dispatcher of calls without a context, which owns padded inputs."""
 
     def buffer_bytes(self) -> int: ...
     def close(self) -> None: ...
@@ -69,7 +65,7 @@ class GraphRuntime:
         self.ledger = Ledger(dynamo.trace_json)
         self.lease = PoolLease(self.ledger, pool, None if device is None else torch.device(device))
         self.scopes = CaptureScopes()
-        self._wrappers: list[weakref.ref[CUDAGraphWrapper]] = []
+        self._tables: list[weakref.ref[EntryTable]] = []
         self._dispatchers: list[weakref.ref[_OwnsBuffers]] = []
         self._callables: list[CallableRecord] = []
         self._captured_ahead: set[str] = set()
@@ -127,7 +123,7 @@ class GraphRuntime:
     @contextlib.contextmanager
     def _hidden(self) -> Iterator[None]:
         """Replace the pool by a new one on the same device, and hide all graphs, for the body of the ``with``."""
-        held, aside = self.lease, {id(wrapper): wrapper.hide_entries() for wrapper in self._alive()}
+        held, aside = self.lease, {id(table): table.hide() for table in self._alive()}
         num_dispatchers = len(self._dispatchers)
         tables = self.ledger.tables.copy()
         self.ledger.tables.clear()
@@ -136,12 +132,12 @@ class GraphRuntime:
         try:
             yield
         finally:
-            for wrapper in self._alive():
-                if id(wrapper) in aside:
-                    aside[id(wrapper)]()
+            for table in self._alive():
+                if id(table) in aside:
+                    aside[id(table)]()
                 else:  # compiled in the body: the wrapper stays, its graphs and counts do not
-                    wrapper.close()
-                    wrapper.hide_entries()
+                    table.close()
+                    table.hide()
             for dispatcher in _existing(self._dispatchers[num_dispatchers:]):
                 dispatcher.close()
             tables |= {of: rows for of, rows in self.ledger.tables.items() if of[1] == TUNED}  # the choices stay, too
@@ -161,7 +157,7 @@ class GraphRuntime:
 
     def uses(self) -> list[RegionUse]:
         """Counts and costs so far of each region at each key that was captured."""
-        return [use for wrapper in self._alive() for use in wrapper.uses()]
+        return [use for table in self._alive() for use in table.uses(self.ledger)]
 
     def suggested_sizes(self, limit: int | None = None) -> dict[str, list[int]]:
         """The sizes with the least padding for the calls so far, as ``capture_sizes`` takes them.
@@ -249,26 +245,26 @@ class GraphRuntime:
 
     # -- what wrappers and compilers call --------------------------------------------------------------------------
 
-    def adopt(self, wrapper: CUDAGraphWrapper, *, shows_stale: bool = False) -> None:
-        """Add ``wrapper`` to this runtime's counts, hiding and closing, by weak reference, and forget those that died.
+    def adopt(self, table: EntryTable, *, shows_stale: bool = False) -> None:
+        """Count, hide and close the graphs of a wrapper with this runtime, by weak reference; forget those that died.
 
         ``shows_stale`` makes every device overwrite stale outputs with NaN; ``compare`` sets this.
         """
         alive = self._alive()
-        if len(alive) < len(self._wrappers):
+        if len(alive) < len(self._tables):
             regions = {of.region for of in alive}
             for subject, event in list(self.ledger.tables):
                 if event in WRAPPER_EVENTS and isinstance(subject, RegionId) and subject not in regions:
                     del self.ledger.tables[subject, event]
-        self._wrappers = [weakref.ref(of) for of in (*alive, wrapper)]
+        self._tables = [weakref.ref(of) for of in (*alive, table)]
         self.lease.shows_stale |= shows_stale
 
     def drop(self, keys: Iterable[tuple[CUDAGraphMode, BatchDescriptor]]) -> bool:
         """Drop the graphs of keys, unless a forward uses the pool; returns whether it did."""
         with self.lease.turn.unused() as is_unused:
             if is_unused:
-                wrappers = [(wrapper, key) for mode, key in keys for wrapper in self._alive() if wrapper.mode is mode]
-                self.lease.drop([entry for wrapper, key in wrappers for entry in wrapper.take(key)])
+                tables = [(table, key) for mode, key in keys for table in self._alive() if table.mode is mode]
+                self.lease.drop([entry.graph for table, key in tables for entry in table.take(key)])
         return is_unused
 
     def adopt_dispatcher(self, dispatcher: _OwnsBuffers) -> None:
@@ -325,14 +321,14 @@ class GraphRuntime:
     def recompiled_from(self, region: RegionId, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> RegionId | None:
         """The region that has this key's graph in another compilation of the same function; None when there is none."""
         frames = {record.name: record.frame for record in self._callables if record.frame is not None}
-        for wrapper in self._alive():
-            other = wrapper.region
+        for table in self._alive():
+            other = table.region
             if (
                 other.callable != region.callable
                 and other.region == region.region
-                and wrapper.mode is mode
+                and table.mode is mode
                 and frames.get(other.callable, -1) == frames.get(region.callable, -2)
-                and descriptor in wrapper.captured()
+                and descriptor in table.descriptors()
             ):
                 return other
         return None
@@ -343,9 +339,9 @@ class GraphRuntime:
         Of all compilations of a function, Dynamo calls the newest one whose guards pass.
         """
         captured: dict[str, dict[tuple[CUDAGraphMode, BatchDescriptor], None]] = {}
-        for wrapper in self._alive():
-            keys = captured.setdefault(wrapper.region.callable, {})
-            keys.update(dict.fromkeys((wrapper.mode, descriptor) for descriptor in wrapper.captured()))
+        for table in self._alive():
+            keys = captured.setdefault(table.region.callable, {})
+            keys.update(dict.fromkeys((table.mode, descriptor) for descriptor in table.descriptors()))
         for number, newer in enumerate(self._callables):
             if newer.frame is None or newer.admits is None:
                 continue
@@ -376,7 +372,7 @@ class GraphRuntime:
     def retraced(self, name: str) -> None:
         """Record that torch.compile traced the function of callable ``name`` again and got the same graph."""
         is_late = not self.scopes.is_mine() and any(
-            wrapper.region.callable == name and wrapper.captured() for wrapper in self._alive()
+            table.region.callable == name and table.descriptors() for table in self._alive()
         )
         reason = dynamo.recompile_reason()
         if self._retraced_for is None:
@@ -409,8 +405,8 @@ class GraphRuntime:
         """The device its graphs run on; None before the first capture."""
         return self.lease.device
 
-    def _alive(self) -> list[CUDAGraphWrapper]:
-        return _existing(self._wrappers)
+    def _alive(self) -> list[EntryTable]:
+        return _existing(self._tables)
 
 
 def _existing(references: Iterable[weakref.ref[_Owned]]) -> list[_Owned]:

@@ -19,7 +19,6 @@ import functools
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,14 +34,14 @@ from graphpass.capture.replay import (
     refuse_transforms,
     without_grad,
 )
-from graphpass.capture.runtime import WRAPPER_EVENTS, GraphRuntime
+from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.scope import CapturePolicy, Permission
 from graphpass.compat import memory, trees
 from graphpass.context import ForwardContext, current_context
 from graphpass.errors import CaptureError, OptionError, StaticInputError
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.ledger import Row
-from graphpass.report.records import Counts, RegionId, RegionUse
+from graphpass.report.records import Counts, RegionId
 
 MAX_STATIC_SETS = 4
 _REFILL = "refill them in place (`tensor.copy_(new)`): each new address is one more capture"
@@ -115,9 +114,9 @@ class CUDAGraphWrapper:
         )
         self._policy = policy or CapturePolicy()
         self._clones = self._policy.clones_outputs
-        self._entries = EntryTable()
+        self._entries = EntryTable(self.region, self.mode)
         self._flat_spec: Any = None
-        runtime.adopt(self, shows_stale=self._policy.compare)
+        runtime.adopt(self._entries, shows_stale=self._policy.compare)
 
     def unwrap(self) -> Callable[..., Any]:
         """The innermost runnable, where wrappers are nested."""
@@ -278,7 +277,7 @@ class CUDAGraphWrapper:
         ).record(context)
         table.add(key, call.leaves, call.module_owned, entry)
         row = self._replays(descriptor)
-        freed = functools.partial(_drop_freed, weakref.ref(self), weakref.ref(table), descriptor, id(entry), row, row.n)
+        freed = functools.partial(_drop_freed, weakref.ref(self), weakref.ref(key), descriptor, id(entry), row, row.n)
         for position in call.module_owned.intersection(entry.plan.statics.positions):
             died = functools.partial(freed, position)
             entry.watches.append(memory.watch_storage(call.leaves[position], died))
@@ -409,21 +408,11 @@ class CUDAGraphWrapper:
             remedy="dispatch among captured keys, capture inside `with runtime.capturing():`, or set lazy_capture=True",
         )
 
-    # -- for the runtime ----------------------------------------------------------------------------------------------
-
-    def uses(self) -> Iterator[RegionUse]:
-        """Counts and costs so far, for each key."""
-        warmed, captured, replayed = (self._runtime.ledger.rows(self.region, event) for event in WRAPPER_EVENTS)
-        for (mode, key), row in list(warmed.items()):  # another thread may capture meanwhile
-            if mode is self.mode:
-                made, run = captured.get((mode, key), Row()), replayed.get((mode, key), Row())
-                static_sets = len({tuple(entry.plan.statics.addresses) for entry in self._entries.at(key)})
-                counts = Counts(row.n, made.n, run.n, run.items, static_sets)
-                yield RegionUse(self.region, mode, key, counts, replace(made), replace(run))
+    # -- its counts and graphs -----------------------------------------------------------------------------------------
 
     def counts(self) -> Mapping[BatchDescriptor, Counts]:
         """Warm-ups, captures, replays and copies so far, for each key."""
-        return {use.key: use.counts for use in self.uses()}
+        return {use.key: use.counts for use in self._entries.uses(self._runtime.ledger)}
 
     @contextlib.contextmanager
     def uncounted(self, descriptor: BatchDescriptor) -> Iterator[None]:
@@ -450,31 +439,10 @@ class CUDAGraphWrapper:
         """Remove the graphs of a key, and return them for the pool's lease to drop."""
         return self._entries.take(descriptor)
 
-    def buffer_bytes(self) -> int:
-        """Bytes of the static buffers."""
-        return self._entries.arena.num_bytes()
-
-    def close(self) -> None:
-        """Drop all graphs and buffers; the wrapper can capture again."""
-        self._entries.clear()
-
-    def hide_entries(self) -> Callable[[], None]:
-        """Hide all entries, counters and buffers.
-
-        Returns a function that drops everything captured in the meantime and restores them.
-        """
-        hidden, self._entries = self._entries, EntryTable()  # guard: throwaway_graphs_kept
-
-        def restore() -> None:
-            self.close()
-            self._entries = hidden
-
-        return restore
-
 
 def _drop_freed(
     owner: weakref.ref[CUDAGraphWrapper],
-    table: weakref.ref[EntryTable],
+    key: weakref.ref[KeyEntries],
     descriptor: BatchDescriptor,
     entry_id: int,
     replays: Row,
@@ -483,10 +451,10 @@ def _drop_freed(
     _dead: Any,
 ) -> None:
     """Drop an entry, because the storage of its static input at ``position`` was freed; keeps nothing alive."""
-    wrapper, entries = owner(), table()
+    wrapper, entries = owner(), key()
     if wrapper is None or entries is None:
         return
     # guard: dead_parameters
-    if entries.drop_freed(descriptor, entry_id, position, replays.n - replayed_before):
+    if entries.drop_freed(entry_id, position, replays.n - replayed_before):
         wrapper._runtime.lease.entries_dropped()
         wrapper._runtime.note("a parameter died, its graph was dropped", at=f"{wrapper.name} {descriptor}")

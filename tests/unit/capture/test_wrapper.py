@@ -168,7 +168,9 @@ def test_under_full_the_regions_inside_pass_through(rig: Any) -> None:
     assert torch.equal(rig.call(whole, X * 5), (X * 5 + 1) * 3 - 2)
     assert rig.counts(whole) == Counts(1, 1, 2, 2, 1)
     assert first.counts() == second.counts() == {}
-    assert first.buffer_bytes() == second.buffer_bytes() == 0  # no staging of an inner region runs or is captured
+    assert (
+        first._entries.buffer_bytes() == second._entries.buffer_bytes() == 0
+    )  # no staging of an inner region runs or is captured
     assert [w.unwrap().calls for w in (whole, first, second)] == [2, 2, 2]
 
 

@@ -17,7 +17,7 @@ import graphpass as gp
 from cgpass import pipeline
 from cgpass.auto import AutoDispatcher
 from graphpass.capture import recorder
-from graphpass.capture.compare import RegionCalls
+from graphpass.capture.regioncalls import RegionCalls
 from graphpass.compat import symbolic
 from graphpass.compile import once, tuning
 from graphpass.compile.compilers import Compiler
