@@ -16,7 +16,7 @@ from graphpass.cli.explain import quiet_compiler
 from graphpass.cli.program import Program, Result, users_code
 from graphpass.errors import CommandError
 from graphpass.ladder.modelstate import entry_of
-from graphpass.report.drawing import Bars, Table, Text, counted
+from graphpass.report.drawing import Bars, Table, counted
 
 Step = Callable[[], Any]
 
@@ -321,10 +321,10 @@ def _figures(name: str, tried: tuple[float, float] | str, times: Mapping[str, An
     }
 
 
-def _parts(figures: Mapping[str, Any]) -> Iterator[Text | Table | Bars]:
+def _parts(figures: Mapping[str, Any]) -> Iterator[str | Table | Bars]:
     variants = [variant for variant in figures["variants"] if variant["missing"] is None]
     missing = [variant for variant in figures["variants"] if variant["missing"] is not None]
-    yield Text(
+    yield (
         f"{figures['device']}, torch {figures['torch']}, compiler {figures['compiler']}; medians of "
         f"{counted(figures['rounds'], 'round')} of {counted(figures['calls'], 'call')}, quartiles in brackets."
     )
@@ -346,7 +346,7 @@ def _parts(figures: Mapping[str, Any]) -> Iterator[Text | Table | Bars]:
         yield Bars(title, bars)
     yield Table("Not measured", ("variant", "why"), tuple((v["name"], v["missing"]) for v in missing))
     if figures["device"] == "cpu":
-        yield Text("On a CPU the host does all the work, and graphpass replays a tape: no faster than eager.")
+        yield "On a CPU the host does all the work, and graphpass replays a tape: no faster than eager."
 
 
 def _shown(spread: Mapping[str, float] | None) -> str:

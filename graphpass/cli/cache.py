@@ -7,7 +7,7 @@ from pathlib import Path
 
 from graphpass.cli.program import Result
 from graphpass.errors import OptionError
-from graphpass.report.drawing import Table, Text
+from graphpass.report.drawing import Table
 from graphpass.saved.files import SavedFile, SavedFiles
 from graphpass.saved.fingerprint import difference, environment
 
@@ -44,7 +44,7 @@ def cache(action: str, directory: Path, days: float | None) -> Result:
             ]
         },
         (
-            Text(f"{what}, {num_bytes:,} bytes, in {directory}"),
+            f"{what}, {num_bytes:,} bytes, in {directory}",
             Table("Files", ("file", "bytes", "days old", "why it cannot be used here"), tuple(rows)),
         ),
         failure=f"{len(unusable)} files cannot be used here" if unusable and action == "verify" else None,

@@ -18,7 +18,7 @@ from torch.utils import collect_env
 import graphpass
 from graphpass.cli.explain import quiet_compiler
 from graphpass.cli.program import Result
-from graphpass.report.drawing import Heading, Part, Table, Text
+from graphpass.report.drawing import Heading, Part, Table
 from graphpass.text.paged.kernels import fault_in_place
 
 _OLDEST_TORCH = (2, 11)
@@ -50,7 +50,7 @@ def doctor(device: torch.device, *, tries: bool) -> Result:
         ),
         Heading("What will be slow here"),
         Table("Slow", ("what", "why", "what to do"), tuple(slow)),
-        *(() if slow else (Text("Nothing that graphpass knows of."),)),
+        *(() if slow else ("Nothing that graphpass knows of.",)),
     )
     return Result("doctor", str(device), figures, parts, f"failed checks: {', '.join(failed)}" if failed else None)
 

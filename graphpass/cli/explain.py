@@ -14,7 +14,7 @@ from graphpass.cli.program import Program, Result, users_code
 from graphpass.errors import OptionError
 from graphpass.regions.execute import are_fake
 from graphpass.report import Problem
-from graphpass.report.drawing import Heading, Part, Table, Text, listed
+from graphpass.report.drawing import Heading, Part, Table, listed
 from graphpass.report.figures import graph_figures
 from graphpass.report.problems import cuts_of
 from graphpass.report.records import CallableRecord
@@ -40,7 +40,7 @@ def explain(program: Program, options: Mapping[str, Any]) -> Result:
     try:
         runtime = runtime_of(compiled)
     except OptionError:  # Dynamo compiled nothing
-        return Result("explain", program.name, _figures(program, (), ()), (Text("torch.compile found no graph."),))
+        return Result("explain", program.name, _figures(program, (), ()), ("torch.compile found no graph.",))
     figures = _figures(program, runtime.callables(), runtime.noted())
     return Result("explain", program.name, figures, tuple(_parts(figures, runtime.callables())))
 
@@ -85,7 +85,7 @@ def _figures(program: Program, records: Sequence[CallableRecord], notes: Sequenc
 
 
 def _parts(figures: Mapping[str, Any], records: Sequence[CallableRecord]) -> Iterator[Part]:
-    yield Text(
+    yield (
         f"Graphs: {len(records)}. Captured regions: {figures['captured_regions']}, different ones: "
         f"{figures['unique_regions']}. Eager regions: {figures['eager_regions']}. Traced on {figures['device']}, torch "
         f"{figures['torch']}."
@@ -94,16 +94,16 @@ def _parts(figures: Mapping[str, Any], records: Sequence[CallableRecord]) -> Ite
     cuts = _cuts(records)
     yield cuts
     if not cuts.rows:
-        yield Text("Nothing is cut: each graph is one captured region.")
+        yield "Nothing is cut: each graph is one captured region."
     if figures["device"] == "cpu":
-        yield Text("On the CPU a tensor on the CPU cuts nothing. Run this on a GPU to see such tensors.")
+        yield "On the CPU a tensor on the CPU cuts nothing. Run this on a GPU to see such tensors."
     yield Heading("Regions")
     yield from region_maps(records)
     yield regions_table(records, with_reasons=False)
     yield Heading("Padding")
     of_proof = proof_tables(records)
     if not of_proof[0].rows:
-        yield Text("No size is symbolic: every shape is captured as it is.")
+        yield "No size is symbolic: every shape is captured as it is."
     yield from of_proof
     notes = tuple((str(note["times"]), note["what"], note["remedy"]) for note in figures["notes"])
     yield Table("Notes", ("times", "what", "what to do"), notes)

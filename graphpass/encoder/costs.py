@@ -11,7 +11,6 @@ only needs what an item adds to an eager call beyond that: :attr:`EncoderCosts.s
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -115,14 +114,8 @@ class EncoderCosts:
         return cls(replay, dict.fromkeys(groups, one_by_one(costs.eager)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Timing:
-    """Measured seconds of one load of ``key``; ``eager_s`` is infinite if there was no memory, or it was not timed."""
-
-    key: EncoderGraphKey
-    load: Load
-    replay_s: float
-    eager_s: float
+_Timed = tuple[EncoderGraphKey, Load, float]
+"""A key, the size of a call of it, and its seconds, infinite if there was no memory."""
 
 
 def one_by_one(eager: Callable[[int], float]) -> TokenCosts:
@@ -173,20 +166,24 @@ def measured_costs(
         largest = max(by_axes.values(), key=lambda ladder: ladder[-1].tokens)
         sizes = spread(largest, _TIMED_SIZES)
         eagerly = spread(sizes, _TIMED_EAGERLY)
-        usual = [_timed(key, example_of(key, None), device, eagerly=key in eagerly) for key in sizes]
-        both = [timing for timing in usual if timing.key in eagerly]
-        others = _timed_with_other_items(both, example_of, device)
-        of_replay = _fitted([(timing, timing.replay_s) for timing in (*usual, *others)])
-        of_eager = _fitted([(timing, timing.eager_s) for timing in (*both, *others)])
+        replays: list[_Timed] = []
+        eager_calls: list[_Timed] = []
+        for key in sizes:
+            load, replay, run_eagerly = example_of(key, None)
+            replays.append((key, load, _seconds(replay, device)))
+            if key in eagerly:
+                eager_calls.append((key, load, _eager_seconds(run_eagerly, device)))
+        more_replays, more_eager_calls = _timed_with_other_items(eager_calls, example_of, device)
+        of_replay, of_eager = _fitted([*replays, *more_replays]), _fitted([*eager_calls, *more_eager_calls])
         for ladder in by_axes.values():
-            timed = [(timing.key, timing.load, timing.replay_s) for timing in usual]
+            timed = replays
             if ladder is not largest:
                 examples = ((key, example_of(key, None)) for key in spread(ladder, _TIMED_SIZES))
                 timed = [(key, load, _seconds(replay, device)) for key, (load, replay, _) in examples]
             seconds = [max(0.0, all_s - of_replay.of_call(load)) for _, load, all_s in timed]
             known = np.interp([key.tokens for key in ladder], [key.tokens for key, *_ in timed], seconds)
             replay_s |= zip(ladder, known.tolist(), strict=True)
-        eager[group] = _curve(both, of_eager)
+        eager[group] = _curve(eager_calls, of_eager)
         surcharges[group] = ItemCosts(of_eager.each_s - of_replay.each_s, of_eager.square_s - of_replay.square_s)
     return EncoderCosts(replay_s, eager, surcharges)
 
@@ -195,37 +192,38 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
     return timed_s(run, device, enough_s=0.02)  # long runs vary little
 
 
-def _timed_with_other_items(usual: Sequence[_Timing], example_of: ExampleOf, device: torch.device) -> list[_Timing]:
-    """Timings with one item, and with as many as possible, of the largest key and of one half-way up the ladder."""
-    found = []
-    for timing in {usual[place].key: usual[place] for place in (len(usual) // 2, -1)}.values():
-        counts = {timing.load.items}
-        for count in (1, timing.key.items):
-            example = example_of(timing.key, count)
-            load = example[0]
-            if load.items not in counts and load.tokens >= _FILLED * timing.load.tokens:
+def _eager_seconds(run: Callable[[], object], device: torch.device) -> float:
+    try:
+        return _seconds(run, device)
+    except torch.OutOfMemoryError:
+        return math.inf
+
+
+def _timed_with_other_items(
+    usual: Sequence[_Timed], example_of: ExampleOf, device: torch.device
+) -> tuple[list[_Timed], list[_Timed]]:
+    """Replays and eager calls of one item, and of as many as possible, on the largest key and one half-way up to it."""
+    replays: list[_Timed] = []
+    eager_calls: list[_Timed] = []
+    for key, usual_load, _ in {usual[place][0]: usual[place] for place in (len(usual) // 2, -1)}.values():
+        counts = {usual_load.items}
+        for count in (1, key.items):
+            load, replay, run_eagerly = example_of(key, count)
+            if load.items not in counts and load.tokens >= _FILLED * usual_load.tokens:
                 counts.add(load.items)
-                found.append(_timed(timing.key, example, device))
-    return found
+                replays.append((key, load, _seconds(replay, device)))
+                eager_calls.append((key, load, _eager_seconds(run_eagerly, device)))
+    return replays, eager_calls
 
 
-def _timed(key: EncoderGraphKey, example: TimedExample, device: torch.device, *, eagerly: bool = True) -> _Timing:
-    load, replay, run_eagerly = example
-    replay_s, eager_s = _seconds(replay, device), math.inf
-    if eagerly:
-        with contextlib.suppress(torch.OutOfMemoryError):
-            eager_s = _seconds(run_eagerly, device)
-    return _Timing(key, load, replay_s, eager_s)
-
-
-def _fitted(timings: Sequence[tuple[_Timing, float]]) -> ItemCosts:
+def _fitted(timings: Sequence[_Timed]) -> ItemCosts:
     """What items add, at least nothing, from the differences between loads of equal keys (least squares).
 
     A coefficient that no difference determines is zero.
     """
-    finite = [(timing, seconds) for timing, seconds in timings if seconds < math.inf]
-    keys = [timing.key for timing, _ in finite]
-    table = np.array([(timing.load.items, timing.load.squares, seconds) for timing, seconds in finite]).reshape(-1, 3)
+    finite = [timing for timing in timings if timing[2] < math.inf]
+    keys = [key for key, *_ in finite]
+    table = np.array([(load.items, load.squares, seconds) for _, load, seconds in finite]).reshape(-1, 3)
     for key in set(keys):
         of_key = [place for place, other in enumerate(keys) if other == key]
         table[of_key] -= table[of_key].mean(axis=0)
@@ -242,12 +240,12 @@ def _fitted(timings: Sequence[tuple[_Timing, float]]) -> ItemCosts:
     return ItemCosts(*found)
 
 
-def _curve(usual: Sequence[_Timing], of_items: ItemCosts) -> TokenCosts:
+def _curve(usual: Sequence[_Timed], of_items: ItemCosts) -> TokenCosts:
     """The eager costs by tokens, without what the items add."""
-    ascending = sorted(usual, key=lambda timing: timing.load.tokens)
-    seconds = [max(0.0, min(timing.eager_s, _NEVER_S) - of_items.of_call(timing.load)) for timing in ascending]
-    rising = np.maximum.accumulate(seconds).tolist()
-    by_tokens = dict(zip((timing.load.tokens for timing in ascending), rising, strict=True))
+    ascending = sorted(((load, seconds) for _, load, seconds in usual), key=lambda timing: timing[0].tokens)
+    without = [max(0.0, min(seconds, _NEVER_S) - of_items.of_call(load)) for load, seconds in ascending]
+    rising = np.maximum.accumulate(without).tolist()
+    by_tokens = dict(zip((load.tokens for load, _ in ascending), rising, strict=True))
     return eager_curve(tuple(by_tokens), tuple(by_tokens.values()))
 
 

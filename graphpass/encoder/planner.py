@@ -35,6 +35,13 @@ Places = npt.NDArray[np.int64]
 Planned: TypeAlias = tuple[tuple[int, ...], Any]
 """The places of a batch's items, and the key to replay; None for an eager call."""
 
+Rung: TypeAlias = tuple[float, tuple[int, ...], tuple[int, ...], Any]
+"""The cost of one replay, limits, bounds and key of one graph.
+
+A limit is the maximum of a sum over a batch, for each dimension of sizes, tokens first; a bound that of the largest
+value in a batch, for each dimension of peaks.
+"""
+
 _KEPT_PLANS, _KEPT_ITEMS = 256, 256
 LONGEST, SHORTEST = 128, 8
 """Bounds on the items of a batch: up to the first number of items a plan is optimal."""
@@ -51,16 +58,6 @@ class PackedBatch:
     budget: Any  #: the budget to replay, of a manager's batch its key; None: the batch runs eagerly
 
 
-@dataclass(frozen=True, slots=True)
-class Rung:
-    """The limits and the cost of one graph."""
-
-    key: Any
-    limits: tuple[int, ...]  #: maximum of the sum over a batch, for each dimension of sizes, tokens first
-    cost: float = 0.0  #: cost of one replay
-    bounds: tuple[int, ...] = ()  #: maximum of the largest value in a batch, for each dimension of peaks
-
-
 class RungTable:
     """Finds the cheapest rung for batches. Of rungs with equal costs, the smallest is the cheapest.
 
@@ -68,17 +65,19 @@ class RungTable:
     """
 
     def __init__(self, rungs: Sequence[Rung]) -> None:
-        ordered = sorted(rungs, key=lambda rung: (rung.cost, rung.limits, rung.bounds))
+        ordered = sorted(rungs, key=lambda rung: rung[:3])
         self.none = len(ordered)  #: the place of batches that fit no rung, whose key is None
-        self.keys = (*(rung.key for rung in ordered), None)
-        self.costs = np.array([*(rung.cost for rung in ordered), np.inf])
+        self.keys = (*(key for *_, key in ordered), None)
+        self.costs = np.array([*(cost for cost, *_ in ordered), np.inf])
         #: for each bounds: (bounds, limits [dimension, rung] in ascending order, the cheapest from each rung on)
         self._columns: list[tuple[Sizes, Sizes, Places]] = []
-        for bounds in {rung.bounds for rung in ordered}:
-            places = sorted(
-                (i for i in range(self.none) if ordered[i].bounds == bounds), key=lambda i: ordered[i].limits
-            )
-            limits = np.array([ordered[i].limits for i in places], dtype=np.int64).T
+        by_bounds: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
+        for place, (_, limit, bound, _) in enumerate(ordered):
+            by_bounds.setdefault(bound, []).append((limit, place))
+        for bounds, of_bounds in by_bounds.items():
+            of_bounds.sort()
+            places = [place for _, place in of_bounds]
+            limits = np.array([limit for limit, _ in of_bounds], dtype=np.int64).T
             cheapest = np.minimum.accumulate(np.array([*places, self.none])[::-1])[::-1]
             self._columns.append((np.array(bounds, dtype=np.int64)[:, None], limits, cheapest))
 
@@ -138,7 +137,7 @@ def pack_items(
             found=f"max_items={max_items}, smallest count {min(counts, default=0)}",
             remedy="check the item specs that the model returns",
         )
-    table = RungTable([Rung(budget, (budget, max_items), replay_cost(budget, cost)) for budget in ladder])
+    table = RungTable([(replay_cost(budget, cost), (budget, max_items), (), budget) for budget in ladder])
     working = [item for item, count in enumerate(counts) if count]
     sizes = np.array([[counts[item] for item in working], [1] * len(working)], dtype=np.int64)
     if cost is None:
@@ -394,4 +393,4 @@ class BatchPlanner:
         if key.frames is not None:
             limits = (*limits, key.frames)  # guard: encoder_limit_frames
         bounds = tuple(bisect_left(bounds, cast("int", key.axes[place][1])) for place, bounds in self._bounds)
-        return Rung(key, limits, 0.0 if self._costs is None else self._costs.replay[key], bounds)
+        return 0.0 if self._costs is None else self._costs.replay[key], limits, bounds, key

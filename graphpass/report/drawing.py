@@ -21,13 +21,6 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
-    """A paragraph."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class Heading:
     """The title of the parts that follow."""
 
@@ -68,7 +61,8 @@ class Strip:
     cells: tuple[tuple[str, str], ...]
 
 
-Part = Table | Text | Heading | Bars | Columns | Strip
+Part = Table | str | Heading | Bars | Columns | Strip
+"""A part of a report; a string is a paragraph."""
 
 
 def counted(number: int, noun: str) -> str:
@@ -117,8 +111,8 @@ def print_parts(
             _print_table(part, console, most_rows)
         elif isinstance(part, Heading):
             _print(console, part.text, "bold")
-        elif isinstance(part, Text):
-            _print(console, part.text, after="\n")
+        elif isinstance(part, str):
+            _print(console, part, after="\n")
         elif isinstance(part, Bars):
             _print_lines(console, part.title, _bar_lines(part))
         elif isinstance(part, Columns):

@@ -15,7 +15,6 @@ from graphpass.report.drawing import (
     Part,
     Strip,
     Table,
-    Text,
     counted,
     html_page,
     listed,
@@ -168,7 +167,7 @@ def problem_parts(problems: Sequence[Problem], *, is_empty: bool) -> Iterator[Pa
     """The first question: one row for each problem; ``is_empty`` if nothing has been compiled or captured."""
     yield Heading(QUESTIONS[0])
     if not problems:
-        yield Text(_NOTHING_COMPILED if is_empty else "Nothing that is known.")
+        yield _NOTHING_COMPILED if is_empty else "Nothing that is known."
     rows = tuple(
         (
             f"{problem.kind}: {problem.what}" if problem.kind != "note" else problem.what,
@@ -195,7 +194,7 @@ def replay_parts(figures: ReportFigures, *, with_pictures: bool) -> Iterator[Par
     for use in figures.uncaptured:
         expected[use.reason.why] += use.n if use.reason.is_expected else 0
     why = listed(f"{reason}: {count}" for reason, count in (+expected).items())
-    yield Text(f"{counted(calls, 'call')} replayed graphs, {without} ran without a graph{f' ({why})' if why else ''}.")
+    yield f"{counted(calls, 'call')} replayed graphs, {without} ran without a graph{f' ({why})' if why else ''}."
     yield Table("Keys", ("graph", "mode", "key", "graphs", "calls", "replays", "padding"), _key_rows(figures, names))
     memory = ("graph", "key", "pool", "executables", "padding before, s")
     yield Table("Memory of graphs", memory, _memory_rows(figures.keys))
@@ -290,7 +289,7 @@ def padding_parts(figures: ReportFigures, *, with_pictures: bool) -> Iterator[Pa
     firsts = [group[0] for group in alike(figures.callables)]
     of_proof, traffic = proof_tables(firsts), _traffic_table(figures.traffic)
     if not of_proof[0].rows and not traffic.rows:
-        yield Text("No size varies, so nothing is padded.")
+        yield "No size varies, so nothing is padded."
     yield from (*of_proof, traffic)
     yield from _suggestions(figures.traffic)
     if not with_pictures:
@@ -354,7 +353,7 @@ def _traffic_table(traffic: Iterable[SizeTraffic]) -> Table:
     return Table("Traffic", columns, rows)
 
 
-def _suggestions(traffic: Iterable[SizeTraffic]) -> Iterator[Text]:
+def _suggestions(traffic: Iterable[SizeTraffic]) -> Iterator[str]:
     by_option: dict[str, dict[str, list[int]]] = {}
     otherwise, changed = "", set()
     for seen in traffic:
@@ -366,7 +365,7 @@ def _suggestions(traffic: Iterable[SizeTraffic]) -> Iterator[Text]:
         # A list serves the field of that name, and an option of one field.
         is_list = option != "capture_sizes" or sizes.keys() == {"num_tokens"}
         value = next(iter(sizes.values())) if is_list else sizes
-        yield Text(f"Suggested for this traffic: {option}={value}{otherwise}")
+        yield f"Suggested for this traffic: {option}={value}{otherwise}"
 
 
 def _listed_sizes(sizes: Sequence[int]) -> str:
@@ -405,7 +404,7 @@ def cost_parts(costs: Costs, *, with_pictures: bool) -> Iterator[Part]:
         rows.append(("saved", f"{costs.saved_s:.2f} s", estimate))
     yield Table("Costs", ("what", "amount", "of"), tuple(rows))
     if costs.graphs and not costs.pool_bytes:
-        yield Text(
+        yield (
             "On the CPU a tape replays the graphs. It follows the rules of CUDA graphs, and is no faster than eager."
         )
     groups = tuple(

@@ -256,7 +256,7 @@ def vector_problems(draw: st.DrawFn) -> Vectors:
     for bound in draw(st.lists(st.integers(0, 2), max_size=3, unique=True)):
         steps = draw(st.lists(LIMITS, min_size=1, max_size=4))
         for limits in itertools.accumulate(steps, lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True))):
-            rungs.append(Rung(len(rungs), limits, draw(st.floats(0.1, 10)), (bound,)))
+            rungs.append((draw(st.floats(0.1, 10)), limits, (bound,), len(rungs)))
     return np.array(sizes, dtype=np.int64).reshape(3, count), np.array([peaks], dtype=np.int64), rungs
 
 
@@ -264,7 +264,7 @@ def fitting(problem: Vectors, items: Sequence[int]) -> list[Rung]:
     """The rungs that hold a batch of these items."""
     sizes, peaks, rungs = problem
     of_all, highest = sizes[:, list(items)].sum(axis=1), peaks[0, list(items)].max()
-    return [rung for rung in rungs if (of_all <= np.array(rung.limits)).all() and highest <= rung.bounds[0]]
+    return [rung for rung in rungs if (of_all <= np.array(rung[1])).all() and highest <= rung[2][0]]
 
 
 def eager_cost(problem: Vectors, items: Sequence[int]) -> float:
@@ -275,7 +275,7 @@ def least(problem: Vectors, items: Sequence[int], surcharge: float = 0.0) -> flo
     """The cost of a batch that replays the cheapest rung, or is an eager call of at most 30 tokens."""
     eager = eager_cost(problem, items)
     eagerly = [eager + surcharge] if len(items) == 1 or eager <= 35 else []
-    return min([*(rung.cost for rung in fitting(problem, items)), *eagerly], default=float("inf"))
+    return min([*(cost for cost, *_ in fitting(problem, items)), *eagerly], default=float("inf"))
 
 
 @given(vector_problems(), st.booleans())
@@ -296,7 +296,7 @@ def test_with_several_limits_no_simple_plan_is_cheaper(problem: Vectors) -> None
     """As for tokens alone: not one image a replay, not the greedy."""
     sizes, peaks, rungs = problem
     planned = plan_cheaply(sizes, RungTable(rungs), lambda tokens: 5.0 + tokens, 30, peaks)
-    found = sum(eager_cost(problem, items) if key is None else rungs[key].cost for items, key in planned)
+    found = sum(eager_cost(problem, items) if key is None else rungs[key][0] for items, key in planned)
     one_by_one = sum(least(problem, [item]) for item in range(sizes.shape[1]))
     greedy = sum(least(problem, items) for items, _ in plan_greedily(sizes, RungTable(rungs), peaks))
     assert found <= min(one_by_one, greedy) * (1 + 1e-9)
@@ -316,7 +316,7 @@ def test_surcharges_of_eager_calls_are_part_of_the_plan(problem: Vectors, surcha
         return eager_cost(problem, items) + surcharge(items)
 
     planned = plan_cheaply(sizes, RungTable(rungs), lambda tokens: 5.0 + tokens, 30, peaks, of_items)
-    found = sum(eagerly(items) if key is None else rungs[key].cost for items, key in planned)
+    found = sum(eagerly(items) if key is None else rungs[key][0] for items, key in planned)
     alone = [item for item in range(sizes.shape[1]) if not fitting(problem, [item])]
     order = sorted(set(range(sizes.shape[1])) - set(alone), key=lambda item: sizes[0, item])
     cheapest = least_of_cuts(order, lambda items: least(problem, items, surcharge(items)))

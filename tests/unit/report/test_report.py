@@ -16,7 +16,7 @@ from graphpass import BatchDescriptor, CudagraphDispatcher, CudaGraphManager, CU
 from graphpass.capture import CallableRecord, Counts, RegionId, RegionRecord, RegionUse, RuntimeStats, SizeRecord
 from graphpass.ledger import Row
 from graphpass.report import CountedReason, KeyUse, Reason, Report, ReportFigures
-from graphpass.report.drawing import Bars, Columns, Heading, Strip, Table, Text, html_page, print_parts
+from graphpass.report.drawing import Bars, Columns, Heading, Strip, Table, html_page, print_parts
 from graphpass.report.figures import saved_s
 from graphpass.report.report import QUESTIONS
 from tests.pages import Page
@@ -244,7 +244,7 @@ def test_the_time_saved_is_the_host_time_of_a_run_less_that_of_a_replay() -> Non
 
 EVERY_PART = (
     Heading(HOSTILE),
-    Text(HOSTILE),
+    HOSTILE,
     Table(HOSTILE, ("region", HOSTILE), (("g0.r0", HOSTILE), (HOSTILE, "b"))),
     Table("empty", ("a",), ()),
     Bars(HOSTILE, ((HOSTILE, 2.0, HOSTILE), ("zero", 0.0, "0"))),
