@@ -250,7 +250,6 @@ def cache(
 
 
 def _options(split: list[str] | None, texts: list[str] | None) -> dict[str, Any]:
-    """Options of the backend from ``--split`` and ``--option``."""
     from graphpass.cli.program import named_values
 
     example = "write --option mode=FULL or --option 'padding={\"attention_mask\": 0}'"
@@ -259,7 +258,6 @@ def _options(split: list[str] | None, texts: list[str] | None) -> dict[str, Any]
 
 
 def _show(result: Result, as_json: bool, html: Path | None) -> None:
-    """Print a result, write its page, and exit with 1 if a check failed."""
     if html is not None:
         from graphpass.report.drawing import html_page
 

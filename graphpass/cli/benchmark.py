@@ -161,7 +161,6 @@ class _RawReplay:
         return self._outputs
 
     def replay(self) -> None:
-        """Replay for the contents of the last call."""
         assert self._graph is not None
         self._graph.replay()
 
@@ -264,42 +263,41 @@ def _interleaved(
     }
     figures: dict[str, Callable[[Step], float]] = {"host_us": partial(host_us, device=program.device, calls=calls)}
     if program.device.type == "cuda":
-        figures["device_us"] = partial(_Busy(program.device).device_us, calls=calls)
+        figures["device_us"] = _device_timer(program.device, calls)
     times = in_rounds(steps, figures, rounds)
     spread = {name: {figure: asdict(of) for figure, of in found.items()} for name, found in times.items()}
     return {name: {"device_us": None, **found} for name, found in spread.items()}
 
 
-class _Busy:
-    """Measures the device time of a call: the device is busy while the host enqueues it, and never waits for the host.
+def _device_timer(device: torch.device, calls: int) -> Callable[[Step], float]:
+    """Measures the median device time of ``calls`` calls: the device is busy while the host enqueues each.
 
     A model that reads values on the host waits for the device, and its device time then contains host time.
     """
+    matrix = torch.ones(_BUSY_SIZE, _BUSY_SIZE, device=device)
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._matrix = torch.ones(_BUSY_SIZE, _BUSY_SIZE, device=device)
-        self._work(1)  # loads the kernel
-        self._product_us = max(self._timed(lambda: self._work(10), 0) / 10, 1.0)
-
-    def device_us(self, step: Step, calls: int) -> float:
-        """Median device time of ``calls`` calls."""
-        products = int(3 * host_us(step, self._device, calls) / self._product_us) + 1
-        return statistics.median(self._timed(step, products) for _ in range(calls))
-
-    def _work(self, products: int) -> None:
+    def work(products: int) -> None:
         for _ in range(products):
-            torch.mm(self._matrix, self._matrix)
+            torch.mm(matrix, matrix)
 
-    def _timed(self, step: Step, products: int) -> float:
+    def timed(step: Step, products: int) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize(self._device)
-        self._work(products)
+        torch.cuda.synchronize(device)
+        work(products)
         start.record()
         step()
         end.record()
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(device)
         return float(start.elapsed_time(end)) * 1e3
+
+    work(1)  # loads the kernel
+    product_us = max(timed(partial(work, 10), 0) / 10, 1.0)
+
+    def device_us(step: Step) -> float:
+        products = int(3 * host_us(step, device, calls) / product_us) + 1
+        return statistics.median(timed(step, products) for _ in range(calls))
+
+    return device_us
 
 
 # -- figures -------------------------------------------------------------------------------------------------------

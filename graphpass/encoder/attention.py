@@ -228,7 +228,6 @@ def kernel_of(module: torch.nn.Module) -> KernelUse:
 
 
 def _configs(module: torch.nn.Module) -> list[Any]:
-    """The different configurations of the layers of a module."""
     found = (getattr(layer, "config", None) for layer in module.modules())
     return list({id(config): config for config in found if config is not None}.values())
 

@@ -420,7 +420,6 @@ def eager_outputs(model: SupportsEncoderCudaGraph, items: EncoderItems) -> tuple
 
 
 def _outputs_of(result: EncoderOutput) -> tuple[torch.Tensor, ...]:
-    """An encoder's output as a tuple of tensors."""
     return (result,) if isinstance(result, torch.Tensor) else tuple(result)
 
 

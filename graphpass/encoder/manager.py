@@ -323,7 +323,6 @@ class EncoderCudaGraphManager:
         return [results[item] for item in range(len(specs))]
 
     def _encoded_by_all(self, items: EncoderItems, agreement: DataParallelAgreement) -> list[EncoderOutput]:
-        """Encode this rank's share of the items and gather the results of all ranks."""
 
         def encoded(
             specs: Sequence[EncoderItemSpec], share: Sequence[int]

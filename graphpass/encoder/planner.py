@@ -315,7 +315,6 @@ def _prefix_sums(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _groups(items: Sequence[Any], cuts: Places) -> list[tuple[Any, ...]]:
-    """The runs of ``items`` between ``cuts``."""
     return [tuple(items[start:end]) for start, end in itertools.pairwise(cuts.tolist())]
 
 

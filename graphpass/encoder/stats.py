@@ -108,15 +108,7 @@ class EncoderStats:
     def figures(
         self, compiled: GraphRuntime, graphs: GraphRuntime | None, subject: str, *, is_enabled: bool, adapts: bool
     ) -> ReportFigures:
-        """The figures of the encoder's report.
-
-        Args:
-            compiled: the runtime of the compiled encoder.
-            graphs: the runtime of the captured graphs; None before the capture.
-            subject: the encoder's name.
-            is_enabled: whether the options ask for graphs.
-            adapts: whether ``adapt()`` would capture graphs for this traffic.
-        """
+        """The figures of the report on ``subject``, from the runtimes of the compiled encoder and of the graphs."""
         figures, captured = compiled.figures(subject), None if graphs is None else graphs.figures(subject)
         budgets = tuple(sorted({budget.captured.descriptor.num_tokens for budget in self.budgets}))
         largest = budgets[-1] if budgets else 0

@@ -180,7 +180,6 @@ class AgreedSteps:
 
 
 def _refuse_differences(configurations: Sequence[Mapping[str, tuple[str, ...]]]) -> None:
-    """Raise if two ranks are configured differently; the error names the first difference."""
     for name in sorted({name for of_rank in configurations for name in of_rank}):
         values = [set(of_rank.get(name, ())) for of_rank in configurations]
         other = next((rank for rank, value in enumerate(values) if value != values[0]), None)

@@ -59,7 +59,6 @@ class Report:
         return problems_of(self.figures)
 
     def _parts(self, *, with_pictures: bool = True) -> Iterator[Part]:
-        """Texts, tables and, if asked for, pictures in reading order."""
         figures = self.figures
         yield from problem_parts(
             self.problems, is_empty=not (figures.keys or figures.costs.artifacts or figures.kernels)

@@ -167,7 +167,6 @@ class Speculation:
         self._num_known.clear()
 
     def _checked(self, proposed: Any, request: Request, limit: int) -> Ints:
-        """The drafts as an array."""
         try:
             drafts = np.asarray(proposed)
         except ValueError:  # ragged

@@ -114,7 +114,6 @@ def _try_out(name: str, module: Any) -> None:
 
 
 def _trial_inputs(module: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A few random tokens, their experts, and the weights of these."""
     weight = module.down_proj
     if weight.is_cuda:
         torch.cuda.synchronize(weight.device)  # offloaded weights may still be on their way

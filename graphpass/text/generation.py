@@ -328,7 +328,6 @@ def complete(
 
 
 def _check_drafting(draft_tokens: int, drafter: Drafter | None, run_ahead: bool | None) -> None:
-    """Refuse a drafter for a manager without ``draft_tokens``, and running ahead with them."""
     if drafter is not None and not draft_tokens:
         raise OptionError(
             "this manager verifies no drafts",

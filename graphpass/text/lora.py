@@ -337,7 +337,6 @@ def _pairs_of(name: str, weights: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_pairs(name: str, pairs: Mapping[str, Any], layers: Mapping[str, LoraLinear], max_rank: int) -> None:
-    """Refuse an adapter with a pair for no target, or with a pair that does not fit its layer."""
     for path, pair in pairs.items():
         if path not in layers:
             raise OptionError(

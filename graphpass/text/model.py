@@ -201,7 +201,6 @@ def _changed_since(before: dict[torch.nn.Module, dict[str, Any]]) -> list[tuple[
 
 
 def _attributes(module: torch.nn.Module) -> dict[str, Any]:
-    """The attributes and buffers of a module."""
     return {**vars(module), **dict(module.named_buffers(recurse=False))}
 
 

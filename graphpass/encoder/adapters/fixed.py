@@ -83,11 +83,7 @@ class FixedSizeAdapter(ABC):
         return self._rows, self._rows * self._max_items
 
     def get_encoder_cudagraph_item_specs(self, items: EncoderItems) -> list[EncoderItemSpec]:
-        """One spec for each image; all are equal.
-
-        Raises:
-            ShapeError: the images do not have the size of the tower.
-        """
+        """One spec for each image; all are equal."""
         return [EncoderItemSpec(self._positions, self._rows)] * len(self._images(items))
 
     def select_encoder_cudagraph_items(self, items: EncoderItems, indices: Sequence[int]) -> EncoderItems:
@@ -107,11 +103,7 @@ class FixedSizeAdapter(ABC):
     def prepare_encoder_cudagraph_capture_inputs(
         self, key: EncoderGraphKey, device: torch.device, dtype: torch.dtype
     ) -> Mapping[str, torch.Tensor]:
-        """Black images.
-
-        Raises:
-            EncoderConfigError: no image fits the key.
-        """
+        """Black images."""
         num_images = min(key.items, key.tokens // self._rows)
         if not num_images:
             raise EncoderConfigError(
@@ -189,7 +181,6 @@ class FixedSizeAdapter(ABC):
         return torch.cat([last, pooled.unsqueeze(1)], dim=1).flatten(0, 1)
 
     def _images(self, items: EncoderItems) -> torch.Tensor:
-        """The batch of images."""
         images = items.get("pixel_values")
         if not isinstance(images, torch.Tensor) or tuple(images.shape[1:]) != self._image_shape:
             raise ShapeError(

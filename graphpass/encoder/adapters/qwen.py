@@ -88,7 +88,6 @@ class GridItems:
         return {"pixel_values": patches, "grid_thw": torch.from_numpy(self._table()[chosen])}
 
     def _table(self) -> Grids:
-        """The grids of all items, [items, 3]."""
         return np.concatenate([grids for _, grids in self.parts])
 
 
@@ -204,13 +203,11 @@ class GridAdapter(ABC):
         return {"frame": most_pieces(self._frames(key), key.patches, key.patches)}
 
     @abstractmethod
-    def _forward(self, buffers: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The tower's forward over full buffers."""
+    def _forward(self, buffers: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]: ...
 
     @property
     @abstractmethod
-    def _output_widths(self) -> tuple[int, ...]:
-        """Columns of each output."""
+    def _output_widths(self) -> tuple[int, ...]: ...
 
     # -- the protocol
 
@@ -231,11 +228,7 @@ class GridAdapter(ABC):
         return self._range
 
     def get_encoder_cudagraph_item_specs(self, items: EncoderItems) -> list[EncoderItemSpec]:
-        """One spec for each image and clip.
-
-        Raises:
-            ShapeError: grids and patches contradict each other, or a grid is not a multiple of the merged block.
-        """
+        """One spec for each image and clip."""
         grids = [(math.prod(grid), grid[0]) for grid in self._read(items).grids]
         return [EncoderItemSpec(patches, patches // self._merge**2, frames) for patches, frames in grids]
 

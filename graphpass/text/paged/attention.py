@@ -274,7 +274,6 @@ class PagedAttention:
         return length
 
     def _metadata(self, layout: TableLayout, flat: torch.Tensor, key: BatchDescriptor | None) -> PagedMetadata:
-        """The metadata over tables in ``flat``, of a FULL key or without a graph."""
         new: NewTensor = self._new_tensor if key is None else self._shared_tensor
         kind = FlashKeys if self._in_place or layout.num_keys else BatchedKeys
         return kind(
@@ -311,5 +310,4 @@ def _whole_sequence(
 
 
 def _power_of_two(size: int) -> int:
-    """The least power of two that is at least ``size``."""
     return 1 << (size - 1).bit_length()

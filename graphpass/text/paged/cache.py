@@ -139,13 +139,7 @@ class PageAllocator:
             OptionError: ``count`` is negative.
             OutOfPagesError: fewer are free; none is taken then.
         """
-        if count < 0:
-            raise OptionError(
-                "pages cannot be allocated",
-                expected="a count of at least 0",
-                found=str(count),
-                remedy="give pages back with free(pages)",
-            )
+        positive(count, "a number of pages to allocate", at_least=0, remedy="give pages back with free(pages)")
         if count > len(self._free):
             raise OutOfPagesError(
                 "the KV cache has too few free pages",

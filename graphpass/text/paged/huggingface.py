@@ -191,7 +191,6 @@ class _Probe(PagedStep):
             self._module = self._rule = None
 
     def attend(self, call: AttentionCall) -> None:
-        """Describe the layer; the result of attention is zero."""
         name = type(self._module).__name__
         if call.layer in self.layers:  # guard: paged_layer_twice
             raise OptionError(
@@ -260,7 +259,6 @@ def _mask_with_rule(*, q_length: int, kv_length: int, mask_function: _Rule, **mo
 
 
 def _run(model: Any, probe: _Probe) -> None:
-    """Run the decoder on a few tokens; raises OptionError if it fails."""
     tokens = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64, device=model.device)
     positions = torch.arange(_NUM_TOKENS, device=model.device).unsqueeze(0)
     try:
@@ -306,7 +304,6 @@ _ALL_ROWS = 512
 
 
 def _compared_rows(max_seq_len: int, limit: int) -> list[int]:
-    """The queries whose rows of a mask are compared."""
     if max_seq_len <= _ALL_ROWS:
         return list(range(max_seq_len))
     bounds = [limit * n + more for n in (1, 2, 3) for more in (-1, 0, 1) if limit]

@@ -337,23 +337,17 @@ class PagedMetadata(PagedStep):
             real.masked_fill_((self.token_rows < 0).view(-1, 1, 1), 0.0)
 
     def _check(self, call: AttentionCall, layer: PagedLayer) -> None:
-        """Raise ShapeError if tensors, sliding window or scores are not those of the layer."""
         _check_tensors(call, layer, self.cache.dtype, self.layout.num_tokens)
         declared = self.masks[self.mask_of[call.layer]].window
         passed = call.window if call.window < self.longest else 0
-        if call.window and passed != declared:
+        if (call.window and passed != declared) or (layer.is_plain and not call.is_plain):
             raise ShapeError(
-                f"layer {call.layer} passes a sliding window that its cache was not created for",
-                expected=f"{declared}" if declared else "none",
-                found=str(call.window),
-                remedy="create the cache with the layer's mask: PagedLayer(..., mask=LayerMask(window=4096))",
-            )
-        if layer.is_plain and not call.is_plain:
-            raise ShapeError(
-                f"layer {call.layer} uses a soft cap or sinks that its cache was not created for",
-                expected="scores that are scaled products",
-                found="softcap" if call.softcap else "sinks",
-                remedy="create the cache with PagedLayer(..., is_plain=False) for this layer",
+                f"layer {call.layer} computes other scores than its cache was created for",
+                expected=f"a sliding window of {declared}" + (", no soft cap and no sinks" if layer.is_plain else ""),
+                found=f"a sliding window of {call.window}, a soft cap of {call.softcap:g}, "
+                f"{'no sinks' if call.sinks is None else 'sinks'}; 0 is none",
+                remedy="create the cache with the layer as it is: PagedLayer(..., mask=LayerMask(window=4096), "
+                "is_plain=False)",
             )
 
     @abstractmethod
