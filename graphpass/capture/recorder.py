@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from graphpass.capture.cuda import measurement_on
+from graphpass.capture.cuda import CudaMeasurement, measurement_on
 from graphpass.capture.outputs import OutputPlan
 from graphpass.capture.pool import GraphDevice
 from graphpass.capture.regioncalls import RegionCalls
@@ -187,13 +187,12 @@ class Recorder:
             inputs.copy_in(leaves)
             versions = _versions(body.inputs)
             with restoring(mutated, generators, device.device):
-                inside.measurement = measurement_on(device)
-                run_seconds = device.warm_up(body)
-                inside.measurement = None
+                with _tuning(inside, measurement_on(device)) as spent_s:
+                    run_seconds = device.warm_up(body)
                 self._row(context, "warmed").n += 1
                 self._refuse_undeclared_mutation(versions, _versions(body.inputs))
                 existed = storage_ids(body.returned)  # guard: memory_reached_by_itself
-            if inside.tuning_s:  # that run does not tell how long one takes
+            if sum(spent_s):  # that run does not tell how long one takes
                 with restoring(mutated, generators, device.device):
                     run_seconds = device.warm_up(body)
             if scope is not None and scope.prepare is not None:
@@ -209,7 +208,7 @@ class Recorder:
             observed = tuple(replace(o, tensor=device.without_ownership(o.tensor)) for o in inside.observed or ())
         self.runtime.lease.make_stale(outputs.pool_outputs)  # guard: recorded_result_is_stale
         row = self._row(context, "captured")
-        row.n, row.seconds = row.n + 1, row.seconds + time.perf_counter() - start_s - inside.tuning_s
+        row.n, row.seconds = row.n + 1, row.seconds + time.perf_counter() - start_s - sum(spent_s)
         row.least_s = min(row.least_s, body.launch_s)
         self._trace(context, inputs, outputs)
         viewed = (s.position for s in inputs.staged if s.position in outputs.viewed_positions)
@@ -458,6 +457,20 @@ def _surroundings(mode: CUDAGraphMode, inside: RegionCalls, log: ReadLog, contex
     )
     with entered(log.proxy_of(seen, of=context)), torch.no_grad(), without_cached_casts():
         yield
+
+
+@contextlib.contextmanager
+def _tuning(inside: RegionCalls, measurement: CudaMeasurement | None) -> Iterator[list[float]]:
+    """Tune the regions that can be before their calls in the body; yields the seconds of each. None tunes none."""
+    spent_s: list[float] = []
+
+    def tune(region: str, runnable: Any, args: Sequence[Any]) -> None:
+        if (tune_region := getattr(runnable, "tune_in_warm_up", None)) is not None:
+            spent_s.append(tune_region(args, measurement))
+
+    inside.before = None if measurement is None else tune
+    yield spent_s
+    inside.before = None
 
 
 _NOT_MEASURED = GraphCost(lambda: None, lambda: None, 0, 0)

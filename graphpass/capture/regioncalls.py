@@ -34,9 +34,6 @@ class RegionCalls:
     #: region's result
     before: Callable[[str, Any, Sequence[Any]], Callable[[Any], None] | None] | None = None
     failed: tuple[str, Any] | None = None  #: name and runnable of the innermost region that raised
-    #: a ``graphpass.compile.tuning.Measurement`` in the warm-up of a capture, where regions are tuned; otherwise None
-    measurement: Any = None
-    tuning_s: float = 0.0  #: seconds that tuning took
 
     def call(self, region: str, runnable: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call an inner region and return its result; errors pass through, after ``failed`` is set."""

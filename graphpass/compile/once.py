@@ -29,7 +29,7 @@ from graphpass.compile.compilers import (
     trace_alone,
 )
 from graphpass.compile.structure import Structure, inputs_within, structure_of
-from graphpass.compile.tuning import SizedArtifact, TunedRegion, Tuning
+from graphpass.compile.tuning import Measurement, SizedArtifact, TunedRegion, Tuning
 
 SizeRanges = tuple[sympy.Symbol, Sequence[tuple[int, int]]]
 """A symbol, and the ranges of its sizes (ends included) that get separate artifacts; the first range that fits wins."""
@@ -163,14 +163,26 @@ class CompiledRegion:
 
     def __call__(self, *args: Any) -> Any:
         """Run the artifact for these arguments, or the traced region if no artifact is valid for them."""
+        function = self._artifact_for(args)
+        if self.tuned is not None and function is not self.uncompiled:
+            function = self.tuned.choose(function, args)
+        return function(*args)
+
+    def tune_in_warm_up(self, args: Sequence[Any], measurement: Measurement) -> float:
+        """Choose among the variants for arguments of these sizes; returns the seconds that it took."""
+        function = self._artifact_for(args)
+        if self.tuned is None or function is self.uncompiled:
+            return 0.0
+        return self.tuned.tune(function, args, measurement)
+
+    def _artifact_for(self, args: Sequence[Any]) -> Callable[..., Any]:
         # guard: written_inputs_overlap
         if self.written_inputs is not None and self.written_inputs.defeat_compilers(args):
-            return self.uncompiled(*args)
-        function = self.function
-        if self.size_position is not None:
-            size = (args[self.size_position],)
-            function = next((artifact.function for artifact in self.sized if artifact.serves(size)), function)
-        return (function if self.tuned is None else self.tuned.choose(function, args))(*args)
+            return self.uncompiled
+        if self.size_position is None:
+            return self.function
+        size = (args[self.size_position],)
+        return next((artifact.function for artifact in self.sized if artifact.serves(size)), self.function)
 
 
 @dataclass(frozen=True, slots=True)

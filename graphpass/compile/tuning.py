@@ -21,7 +21,6 @@ from torch import fx
 from graphpass.compat import configuration, symbolic
 from graphpass.compile.compilers import summary
 from graphpass.compile.structure import sharing_of, symbols_of
-from graphpass.context import current_context
 from graphpass.ledger import Ledger, Reason, Row
 from graphpass.progress import progress_bar
 from graphpass.report.records import TUNED, UNTUNED, RegionId
@@ -167,36 +166,38 @@ class TunedRegion:
             ledger.rows(self._id, TUNED)[sizes, settings] = Row(n, least_s=least_s)
 
     def choose(self, untuned: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
-        """The function for a call with ``args``; in the warm-up of a capture, tune it for the range of their sizes.
-
-        Args:
-            untuned: the artifact that serves the call without tuning.
-            args: the arguments; if the region is tuned, those that it writes are restored.
-        """
-        if not self._is_readable:
+        """The function for a call with ``args``; ``untuned`` is the artifact that serves it without tuning."""
+        if not self._chosen:
             return untuned
-        sizes = tuple(args[p] if dim is None else args[p].shape[dim] for p, dim in filter(None, self._symbols.values()))
-        ranges = tuple(map(_range_of, sizes))  # guard: tuned_by_range
-        if ranges not in self._chosen:
-            context = current_context()
-            calls = None if context is None else context.capture
-            measurement: Measurement | None = getattr(calls, "measurement", None)
-            if calls is None or measurement is None:
-                return untuned
-            if self._tuning is None:
-                self._chosen[ranges] = None
-                self._ledger.note(_LOADED, at=self._where(ranges))
-                return untuned
-            start_s = measurement.now()
-            try:
-                with self._tuning.compiling():  # guard: tuned_as_compiled
-                    self._tune(self._tuning, ranges, sizes, untuned, args, measurement)
-            finally:
-                calls.tuning_s += measurement.now() - start_s
-                self._tuning.tuner.spent_s += measurement.now() - start_s
-                self._tuning.chosen(self)  # also what an interrupt leaves
-        chosen = self._chosen[ranges]
+        sizes, ranges = self._sizes_of(args)
+        chosen = self._chosen.get(ranges)
         return chosen.function if chosen is not None and chosen.serves(sizes) else untuned
+
+    def tune(self, untuned: Callable[..., Any], args: Sequence[Any], measurement: Measurement) -> float:
+        """Choose for the range of these sizes, once; returns the seconds that it took. Written inputs are restored."""
+        if not self._is_readable:
+            return 0.0
+        sizes, ranges = self._sizes_of(args)
+        if ranges in self._chosen:
+            return 0.0
+        if self._tuning is None:
+            self._chosen[ranges] = None
+            self._ledger.note(_LOADED, at=self._where(ranges))
+            return 0.0
+        start_s = measurement.now()
+        try:
+            with self._tuning.compiling():  # guard: tuned_as_compiled
+                self._tune(self._tuning, ranges, sizes, untuned, args, measurement)
+        finally:
+            spent_s = measurement.now() - start_s
+            self._tuning.tuner.spent_s += spent_s
+            self._tuning.chosen(self)  # also what an interrupt leaves
+        return spent_s
+
+    def _sizes_of(self, args: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The size of each symbol, and the range that it is in."""
+        sizes = tuple(args[p] if dim is None else args[p].shape[dim] for p, dim in filter(None, self._symbols.values()))
+        return sizes, tuple(map(_range_of, sizes))  # guard: tuned_by_range
 
     def _where(self, ranges: tuple[int, ...]) -> str:
         return f"{self._id} {_named(ranges)}".rstrip()

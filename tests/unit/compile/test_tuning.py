@@ -17,11 +17,9 @@ import graphpass as gp
 from cgpass import pipeline
 from cgpass.auto import AutoDispatcher
 from graphpass.capture import recorder
-from graphpass.capture.regioncalls import RegionCalls
 from graphpass.compat import symbolic
 from graphpass.compile import once, tuning
 from graphpass.compile.compilers import Compiler
-from graphpass.context import ForwardContext, entered
 from graphpass.errors import OptionError
 from graphpass.report.records import TunedRange
 from tests.unit.compile.tuned import AUTOTUNE, COMBO, DESCENT, PDL, Bench, Captured, captured, layer, notes, tuned
@@ -35,13 +33,6 @@ def fake_matrix(*, lowest: int) -> torch.Tensor:
     rows = symbolic.new_symbol(mode.shape_env, "rows", lowest, None, 7)
     with mode:
         return torch.empty(symbolic.size_of(mode.shape_env, rows, {rows: rows}), 4)
-
-
-def in_warm_up(bench: Bench) -> Any:
-    """A context as in the warm-up of a capture."""
-    calls = RegionCalls(lambda runnable, args, kwargs: runnable(*args, **kwargs), measurement=bench)
-    context = ForwardContext(None, gp.CUDAGraphMode.FULL, gp.BatchDescriptor(1), None, None, None, None, None, calls)
-    return entered(context)
 
 
 def test_each_setting_is_kept_or_dropped_before_the_next(bench: Bench, rt: gp.GraphRuntime) -> None:
@@ -307,9 +298,8 @@ def test_size_one_is_compiled_for_itself(bench: Bench, rt: gp.GraphRuntime) -> N
     exact = lambda region, args: [args[0].double() * 2]  # noqa: E731
     ways = tuning.Tuning("g0", tuning.Tuner(), rt.ledger, 120.0, False, exact)
     region = tuning.TunedRegion(ways, Region(), examples, within)
-    with in_warm_up(bench):
-        region.choose(lambda x: (x * 2,), [torch.ones(1, 4)])
-        region.choose(lambda x: (x * 2,), [torch.ones(3, 4)])
+    for rows in (1, 3):
+        region.tune(lambda x: (x * 2,), [torch.ones(rows, 4)], bench)
     assert compiled[0] == ([(1, 1)], {})
     assert [bounds for bounds, _ in compiled] == [[(1, 1)]] * 5 + [[(2, 8)]] * 4
 
