@@ -16,7 +16,7 @@ from graphpass.cli.explain import quiet_compiler
 from graphpass.cli.program import Program, Result, users_code
 from graphpass.errors import CommandError
 from graphpass.ladder.modelstate import entry_of
-from graphpass.report.drawing import Bars, Table, counted
+from graphpass.report.drawing import Picture, Table, bar_chart, counted
 
 Step = Callable[[], Any]
 
@@ -319,7 +319,7 @@ def _figures(name: str, tried: tuple[float, float] | str, times: Mapping[str, An
     }
 
 
-def _parts(figures: Mapping[str, Any]) -> Iterator[str | Table | Bars]:
+def _parts(figures: Mapping[str, Any]) -> Iterator[str | Table | Picture]:
     variants = [variant for variant in figures["variants"] if variant["missing"] is None]
     missing = [variant for variant in figures["variants"] if variant["missing"] is not None]
     yield (
@@ -340,8 +340,7 @@ def _parts(figures: Mapping[str, Any]) -> Iterator[str | Table | Bars]:
     yield Table("Times", columns, rows)
     for part, title in (("host_us", "Host time of a call, µs"), ("device_us", "Device time of a call, µs")):
         timed = [variant for variant in variants if variant[part] is not None]
-        bars = tuple((v["name"], v[part]["median"], f"{v[part]['median']:.1f}") for v in timed)
-        yield Bars(title, bars)
+        yield bar_chart(title, [(v["name"], v[part]["median"], f"{v[part]['median']:.1f}") for v in timed])
     yield Table("Not measured", ("variant", "why"), tuple((v["name"], v["missing"]) for v in missing))
     if figures["device"] == "cpu":
         yield "On a CPU the host does all the work, and graphpass replays a tape: no faster than eager."

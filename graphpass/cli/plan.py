@@ -14,7 +14,7 @@ import numpy as np
 
 from graphpass.cli.program import Result
 from graphpass.errors import CommandError
-from graphpass.report.drawing import Bars, Columns, Table, counted
+from graphpass.report.drawing import Picture, Table, bar_chart, counted, size_chart
 from graphpass.sizeplan import plan_sizes
 
 _REMEDY = 'write {"8": 120, "16": 40} as JSON, or lines size,count as CSV'
@@ -133,7 +133,7 @@ def _bytes_at(size: int, bytes_of: Mapping[int, float]) -> float:
 
 def _parts(
     ladders: Sequence[Mapping[str, Any]], histogram: Mapping[int, float], seconds: float
-) -> tuple[str | Table | Bars | Columns, ...]:
+) -> tuple[str | Table | Picture, ...]:
     has_bytes = ladders[0]["bytes"] is not None
     rows = tuple(
         (
@@ -147,12 +147,12 @@ def _parts(
     )
     columns = ("sizes", "graphs", "padding", "rows a batch", *(("MiB",) if has_bytes else ()))
     weights = tuple(sorted(histogram.items()))
-    bars = tuple((ladder["name"], ladder["waste"], f"{ladder['waste']:.2%}") for ladder in ladders)
+    waste = [(ladder["name"], ladder["waste"], f"{ladder['waste']:.2%}") for ladder in ladders]
     note = " The graphs of one runtime share a pool, so together they need less than the sum." if has_bytes else ""
     return (
         f"{counted(len(histogram), 'size')} up to {weights[-1][0]}, planned in {seconds:.2f} s.{note}",
         Table("Ladders", columns, rows),
-        Bars("Share of padding among the computed rows", bars),
-        Columns("Traffic by size", weights, {ladder["name"]: tuple(ladder["sizes"]) for ladder in ladders}),
+        bar_chart("Share of padding among the computed rows", waste),
+        size_chart("Traffic by size", weights, {ladder["name"]: ladder["sizes"] for ladder in ladders}),
         f"capture_sizes={ladders[0]['sizes']}",
     )

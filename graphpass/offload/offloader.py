@@ -124,14 +124,7 @@ class WeightOffloader(ForwardHooks):
 
     @contextlib.contextmanager
     def forward(self, *, replays: bool = False) -> Iterator[None]:
-        """A context manager around one forward: calls :meth:`sync_prev_onload` before, and ends the rotation after it.
-
-        Args:
-            replays: the forward may be the replay of one graph, in which no layer calls :meth:`onload`.
-
-        Raises:
-            OffloadError: only some of the layers ran.
-        """
+        """See :class:`ForwardHooks`. Calls :meth:`sync_prev_onload` before; afterwards all layers must have run."""
         with self._turn:
             self.sync_prev_onload()
             self._is_in_forward = True
@@ -166,19 +159,11 @@ class WeightOffloader(ForwardHooks):
         self._rotation.reset_to_start()
 
     def join_after_forward(self) -> None:
-        """End a forward inside a capture: the current stream waits for all copies, as CUDA requires of a capture.
-
-        Raises:
-            OffloadError: not all layers ran.
-        """
+        """End a forward inside a capture: the current stream waits for all copies, as CUDA requires of a capture."""
         self._rotation.join()
 
     def onload(self, index: int) -> None:
-        """Begin layer ``index``: start the copy into the slot of the layer before, and wait for this layer's weights.
-
-        Raises:
-            OffloadError: another layer must run next, or :meth:`sync_prev_onload` was not called before the forward.
-        """
+        """Begin layer ``index``: start the copy into the slot of the layer before, and wait for its weights."""
         self._rotation.begin(index)
 
     @property
@@ -188,17 +173,7 @@ class WeightOffloader(ForwardHooks):
         return {IN_CONTEXT: self.onload}
 
     def check_model(self, modules: Sequence[nn.Module], device: torch.device) -> None:
-        """Check that a manager of this model and device can use this offloader.
-
-        Args:
-            modules: all modules of the model.
-            device: device of the manager's buffers.
-
-        Raises:
-            OptionError: the offloader was created for the layers of another model.
-            OffloadError: a module outside of the layers shares a weight with a layer.
-            DeviceError: the slots are on another device.
-        """
+        """See :class:`ForwardHooks`. No module outside of the layers may share a weight with one."""
         if self.device != _with_index(device):
             raise DeviceError(
                 "the offloader's slots are on another device than the manager's buffers",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,28 +28,11 @@ class Heading:
 
 
 @dataclass(frozen=True, slots=True)
-class Bars:
-    """Horizontal bars that start at 0."""
+class Picture:
+    """Lines below a title. Empty pictures are not drawn."""
 
     title: str
-    bars: tuple[tuple[str, float, str], ...]  #: (label, length in the unit of the chart, the figure as text)
-
-
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """Weights over sizes, with marks on the axis."""
-
-    title: str
-    weights: tuple[tuple[int, float], ...]  #: (size, weight), ascending by size
-    marks: Mapping[str, tuple[int, ...]]  #: {name of a row of marks: sizes}
-
-    def bins(self, most: int) -> list[float]:
-        """The weights in at most ``most`` bins of equal width, from size 1 to the largest."""
-        largest = self.weights[-1][0]
-        bins = [0.0] * min(most, largest)
-        for size, weight in self.weights:
-            bins[(size - 1) * len(bins) // largest] += weight
-        return bins
+    lines: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +44,33 @@ class Strip:
     cells: tuple[tuple[str, str], ...]
 
 
-Part = Table | str | Heading | Bars | Columns | Strip
+Part = Table | str | Heading | Picture | Strip
 """A part of a report; a string is a paragraph."""
+
+
+def bar_chart(title: str, values: Sequence[tuple[str, float, str]]) -> Picture:
+    """Horizontal bars that start at 0: (label, length in the unit of the chart, the figure as text)."""
+    longest = max((value for _, value, _ in values), default=0) or 1.0
+    width = max((len(label) for label, _, _ in values), default=0)
+    lines = (
+        f"{label:<{width}}  {'█' * max(round(_BAR_COLUMNS * value / longest), value > 0)} {shown}"
+        for label, value, shown in values
+    )
+    return Picture(title, tuple(lines))
+
+
+def size_chart(title: str, weights: Sequence[tuple[int, float]], marks: Mapping[str, Sequence[int]]) -> Picture:
+    """Weights over sizes, (size, weight) ascending by size, in bins of equal width, and rows of marks by name."""
+    largest = weights[-1][0]
+    bins = [0.0] * min(_HISTOGRAM_COLUMNS, largest)
+    for size, weight in weights:
+        bins[(size - 1) * len(bins) // largest] += weight
+    top, width = max(bins) or 1.0, max(map(len, ("traffic", *marks)))
+    lines = [f"{'traffic':<{width}}  {''.join(_LEVELS[max(round(8 * n / top), n > 0)] for n in bins)}"]
+    for name, sizes in marks.items():
+        marked = {(size - 1) * len(bins) // largest for size in sizes if size <= largest}
+        lines.append(f"{name:<{width}}  {''.join('|' if column in marked else '·' for column in range(len(bins)))}")
+    return Picture(title, tuple(lines))
 
 
 def counted(number: int, noun: str) -> str:
@@ -113,10 +121,8 @@ def print_parts(
             _print(console, part.text, "bold")
         elif isinstance(part, str):
             _print(console, part, after="\n")
-        elif isinstance(part, Bars):
-            _print_lines(console, part.title, _bar_lines(part))
-        elif isinstance(part, Columns):
-            _print_lines(console, part.title, _column_lines(part))
+        elif isinstance(part, Picture):
+            _print_picture(part, console)
         else:
             _print_strip(part, console)
     if failure is not None:
@@ -128,10 +134,10 @@ def _print(console: Console, text: str, style: str = "", *, after: str = "", no_
     console.print(text, style=style, end=end, markup=False, emoji=False, highlight=False, no_wrap=no_wrap)
 
 
-def _print_lines(console: Console, title: str, lines: list[str]) -> None:
-    if lines:
-        _print(console, title, "italic")
-        for line in lines:
+def _print_picture(picture: Picture, console: Console) -> None:
+    if picture.lines:
+        _print(console, picture.title, "italic")
+        for line in picture.lines:
             _print(console, line, no_wrap=True)
         console.print()
 
@@ -151,25 +157,6 @@ def _print_table(table: Table, console: Console, most_rows: int | None) -> None:
     if most_rows is not None and len(table.rows) > most_rows:
         _print(console, f"and {len(table.rows) - most_rows} more rows")
     console.print()
-
-
-def _bar_lines(bars: Bars) -> list[str]:
-    longest = max((value for _, value, _ in bars.bars), default=0) or 1.0
-    width = max((len(label) for label, _, _ in bars.bars), default=0)
-    return [
-        f"{label:<{width}}  {'█' * max(round(_BAR_COLUMNS * value / longest), value > 0)} {shown}"
-        for label, value, shown in bars.bars
-    ]
-
-
-def _column_lines(columns: Columns) -> list[str]:
-    bins, largest = columns.bins(_HISTOGRAM_COLUMNS), columns.weights[-1][0]
-    top, width = max(bins) or 1.0, max(map(len, ("traffic", *columns.marks)))
-    lines = [f"{'traffic':<{width}}  {''.join(_LEVELS[max(round(8 * n / top), n > 0)] for n in bins)}"]
-    for name, sizes in columns.marks.items():
-        marked = {(size - 1) * len(bins) // largest for size in sizes if size <= largest}
-        lines.append(f"{name:<{width}}  {''.join('|' if column in marked else '·' for column in range(len(bins)))}")
-    return lines
 
 
 def _print_strip(strip: Strip, console: Console) -> None:

@@ -9,15 +9,15 @@ from typing import Any
 
 from graphpass.ledger import CountedReason
 from graphpass.report.drawing import (
-    Bars,
-    Columns,
     Heading,
     Part,
     Strip,
     Table,
+    bar_chart,
     counted,
     html_page,
     listed,
+    size_chart,
     text_of,
 )
 from graphpass.report.figures import Costs, KeyUse, Problem, ReportFigures, SizeTraffic, graph_figures, padding_share
@@ -299,9 +299,9 @@ def padding_parts(figures: ReportFigures, *, with_pictures: bool) -> Iterator[Pa
             marks = {name: sizes for name, sizes in marks.items() if sizes}
             known = {size: 0 for sizes in marks.values() for size in sizes}
             weights = tuple(sorted((size, float(times)) for size, times in {**known, **seen.histogram}.items()))
-            yield Columns(f"Calls by {seen.field}", weights, marks)
-    bars = tuple((f"{key.graph} {key.named}", key.padding, _share(key.padding)) for key in figures.keys if key.padding)
-    yield Bars("Share of padding by key", bars)
+            yield size_chart(f"Calls by {seen.field}", weights, marks)
+    shares = [(f"{key.graph} {key.named}", key.padding, _share(key.padding)) for key in figures.keys if key.padding]
+    yield bar_chart("Share of padding by key", shares)
 
 
 def proof_tables(callables: Sequence[CallableRecord]) -> tuple[Table, ...]:
@@ -424,7 +424,7 @@ def cost_parts(costs: Costs, *, with_pictures: bool) -> Iterator[Part]:
     if with_pictures:
         memory = [("graph pool", costs.pool_bytes), ("buffers", costs.buffer_bytes)]
         memory += [(f"{g.name}: driver", g.memory.driver_bytes) for g in costs.groups if g.memory.driver_bytes > 0]
-        yield Bars("Memory", tuple((name, float(size), _mib(size)) for name, size in memory if size))
+        yield bar_chart("Memory", [(name, float(size), _mib(size)) for name, size in memory if size])
 
 
 def _share(share: float | None) -> str:

@@ -21,7 +21,7 @@ from graphpass.text.drafting import Drafter, NgramDrafter, Speculation
 from graphpass.text.lora import LoraAdapters, LoraModel
 from graphpass.text.paged import PagedAttention, PagedRequests
 from graphpass.text.scheduler import Request, Scheduler, StepPlan
-from graphpass.text.step import StepInputs, StepTokens
+from graphpass.text.step import StepTensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,8 +98,7 @@ class Generation:
         )
         device = last_rows.device
         self._runs_ahead = (device.type == "cuda" and not draft_tokens) if run_ahead is None else run_ahead
-        self._inputs = StepInputs(max_num_tokens, last_rows.shape, device, self._adapters)
-        self._tokens = StepTokens(last_rows.numel(), device)
+        self._tensors = StepTensors(max_num_tokens, last_rows.shape, device, self._adapters)
         self._num_steps = self._num_tokens = 0
         self._pending: StepPlan | None = None
         self._open: set[Request] = set()
@@ -192,7 +191,7 @@ class Generation:
     def close(self) -> None:
         """Drop every request and free its pages; the manager stays open."""
         self._scheduler.close()
-        self._tokens.forget()
+        self._tensors.forget()
         if self._speculation is not None:
             self._speculation.close()
         self._open.clear()
@@ -222,7 +221,7 @@ class Generation:
     def _launch(self, plan: StepPlan) -> None:
         self._num_steps += 1
         texts = None if self._speculation is None else self._speculation.texts(plan)
-        inputs = self._inputs.of(plan, self._tokens.on_device, texts)
+        inputs = self._tensors.inputs(plan, texts)
         lengths_and_pages: tuple[Any, ...] = (plan.query_lens, plan.seq_lens, plan.block_tables)
         if not self._is_own:
             self._steps.attended()  # guard: generation_code_of_a_caller
@@ -232,11 +231,11 @@ class Generation:
                 inputs=inputs,
                 num_reqs=len(plan.requests),
                 uniform_decode=plan.uniform_decode,
-                num_active_loras=self._inputs.num_active_loras,
+                num_active_loras=self._tensors.num_active_loras,
                 attention=PagedRequests(*lengths_and_pages),
             )
         )
-        self._tokens.take(tokens.reshape(-1))
+        self._tensors.take(tokens.reshape(-1))
         if np.logical_or.reduce(plan.ends):
             for row in np.flatnonzero(plan.ends):
                 self._scheduler.finish(plan.requests[row])
@@ -246,7 +245,7 @@ class Generation:
         if self._speculation is not None:
             return self._read_verified(plan, self._speculation)
         new_tokens, still_open = [], self._open
-        rows = zip(plan.requests, self._tokens.oldest(), plan.samples.tolist(), plan.ends.tolist(), strict=True)
+        rows = zip(plan.requests, self._tensors.oldest(), plan.samples.tolist(), plan.ends.tolist(), strict=True)
         for request, token, samples, ends in rows:
             if not samples or request not in still_open:
                 continue
@@ -258,7 +257,7 @@ class Generation:
 
     def _read_verified(self, plan: StepPlan, speculation: Speculation) -> list[NewToken]:
         new_tokens = []
-        for request, tokens, is_ended in speculation.verify(plan, self._tokens.oldest()):
+        for request, tokens, is_ended in speculation.verify(plan, self._tensors.oldest()):
             *others, last = tokens
             new_tokens += [NewToken(request, token, is_last=False) for token in others]
             new_tokens.append(NewToken(request, last, is_ended))

@@ -17,8 +17,8 @@ from graphpass.text.paged.tables import pinned_memory
 from graphpass.text.scheduler import Ints, StepPlan
 
 
-class StepInputs:
-    """Builds a step's input tensors on the device, with one copy from the host.
+class StepTensors:
+    """Builds a step's input tensors on the device, with one copy from the host, and takes its new tokens.
 
     Decoding rows read their token from the result of the step before, on the device, unless all texts are on the host.
     If the step has the same rows as the one before (``StepPlan.same_rows``), nothing is copied from the host.
@@ -36,25 +36,32 @@ class StepInputs:
         self._device, self._adapters = device, adapters
         size = 2 * max_num_tokens + (2 + self._num_last) * max_num_reqs
         size += 0 if adapters is None else adapters.max_loras + max_num_tokens
+        num_new = max_num_reqs * self._num_last
         with torch.inference_mode(False):
             self._stage = torch.zeros(size, dtype=torch.int64, device=device)
+            #: the new tokens of the last step, int64; rows without a request are undefined
+            self.tokens = torch.zeros(num_new, dtype=torch.int64, device=device)
+            self._hosts = deque(pinned_memory(num_new, torch.int64, device) for _ in range(2))
+        # An event follows the last copy to each of them.
+        self._copied = deque(torch.cuda.Event() if device.type == "cuda" else None for _ in range(2))
+        self._pending: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque(maxlen=2)
         self._row_of = np.zeros(max_num_reqs, dtype=np.int64)
         self._views: dict[str, torch.Tensor] = {}
         self._takes_tokens = False
         self.num_active_loras = 0  #: number of different adapters in the last step
 
-    def of(self, plan: StepPlan, tokens: torch.Tensor, texts: Sequence[Ints] | None = None) -> dict[str, torch.Tensor]:
+    def inputs(self, plan: StepPlan, texts: Sequence[Ints] | None = None) -> dict[str, torch.Tensor]:
         """The inputs of a step, valid until the next call."""
         if not plan.same_rows:
-            self._views, self._takes_tokens = self._staged(plan, tokens, texts), False
+            self._views, self._takes_tokens = self._staged(plan, texts), False
             return self._views
         if not self._takes_tokens:
-            self._views = {**self._views, "input_ids": tokens[: plan.num_tokens].unsqueeze(0)}
+            self._views = {**self._views, "input_ids": self.tokens[: plan.num_tokens].unsqueeze(0)}
             self._takes_tokens = True
         self._views["position_ids"].add_(1)
         return self._views
 
-    def _staged(self, plan: StepPlan, tokens: torch.Tensor, texts: Sequence[Ints] | None) -> dict[str, torch.Tensor]:
+    def _staged(self, plan: StepPlan, texts: Sequence[Ints] | None) -> dict[str, torch.Tensor]:
         num_tokens, num_rows = plan.num_tokens, len(plan.requests)
         num_decodes = int(plan.decodes.sum()) if texts is None else 0
         of_loras = () if self._adapters is None else (self._adapters.max_loras, num_tokens)
@@ -64,7 +71,7 @@ class StepInputs:
         stage = self._stage[: len(host)].copy_(host, non_blocking=True)
         ids, positions, last_rows, sources, targets, *loras = stage.split(fields)
         if num_decodes:
-            ids.index_copy_(0, targets, tokens.index_select(0, sources))
+            ids.index_copy_(0, targets, self.tokens.index_select(0, sources))
         views = {"input_ids": ids.unsqueeze(0), "position_ids": positions.unsqueeze(0)}
         views["last_rows"] = last_rows.view(-1, *self._last_shape)
         return views | dict(zip((ORDER, SLOTS), loras, strict=False))
@@ -90,23 +97,9 @@ class StepInputs:
             slots, order, self.num_active_loras = self._adapters.numbers_of([r.adapter for r in plan.requests])
             of_loras[0][:], of_loras[1][:] = order, np.repeat(slots, plan.query_lens)
 
-
-class StepTokens:
-    """The new tokens of the last steps: a copy on the device for the next step, and pending copies to the host."""
-
-    def __init__(self, max_num_tokens: int, device: torch.device) -> None:
-        self._device = device
-        with torch.inference_mode(False):
-            #: the new tokens of the last step, int64 (max_num_tokens,); rows without a request are undefined
-            self.on_device = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
-            self._hosts = deque(pinned_memory(max_num_tokens, torch.int64, device) for _ in range(2))
-        # An event follows the last copy to each of them.
-        self._copied = deque(torch.cuda.Event() if device.type == "cuda" else None for _ in range(2))
-        self._pending: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque(maxlen=2)
-
     def take(self, tokens: torch.Tensor) -> None:
         """Copy a step's tokens, (rows,), out of the manager's buffer, which the next run overwrites."""
-        on_device = self.on_device[: len(tokens)].copy_(tokens)
+        on_device = self.tokens[: len(tokens)].copy_(tokens)
         self._hosts.rotate()
         self._copied.rotate()
         host, copied = self._hosts[0][: len(tokens)].copy_(on_device, non_blocking=True), self._copied[0]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from graphpass.errors import GraphpassError, OptionError, OutOfPagesError, ShapeError
 from graphpass.text import Generation, PageAllocator, Request
 from graphpass.text.scheduler import Scheduler
-from graphpass.text.step import StepInputs
+from graphpass.text.step import StepTensors
 from tests.unit.text.known_model import (
     ARRIVALS,
     MAX_LENGTH,
@@ -157,14 +157,15 @@ def test_decode_steps_of_the_same_requests_reuse_their_inputs() -> None:
     scheduler = Scheduler(pages, page_size=4, max_num_reqs=4, max_num_tokens=16, max_seq_len=16)
     for index, prompt in enumerate([[1, 2, 3], [4], [5, 6]]):
         scheduler.add(Request.of(str(index), prompt, 6))
-    inputs, tokens = StepInputs(16, (4,), torch.device("cpu")), torch.tensor([70, 71, 72, 73])
+    tensors = StepTensors(16, (4,), torch.device("cpu"))
+    tensors.take(torch.tensor([70, 71, 72, 73]))
     plans = [scheduler.plan() for _ in range(4)]
     seen = []
     for plan in plans:
         assert plan is not None
-        views = inputs.of(plan, tokens)
+        views = tensors.inputs(plan)
         seen.append({name: value.tolist() for name, value in views.items()})
-        assert not plan.same_rows or views["input_ids"].data_ptr() == tokens.data_ptr()
+        assert not plan.same_rows or views["input_ids"].data_ptr() == tensors.tokens.data_ptr()
     assert seen == [
         {"input_ids": [[1, 2, 3, 4, 5, 6]], "position_ids": [[0, 1, 2, 0, 0, 1]], "last_rows": [2, 3, 5]},
         {"input_ids": [[70, 71, 72]], "position_ids": [[3, 1, 2]], "last_rows": [0, 1, 2]},
