@@ -10,10 +10,8 @@ The decision about a call is an :class:`AutoCall`, which the callable runs. It i
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -43,12 +41,12 @@ from graphpass.capture.scope import CaptureScope
 from graphpass.capture.staging import storage_id
 from graphpass.capture.wrapper import CUDAGraphWrapper
 from graphpass.compat import memory
-from graphpass.dispatch.recurring import NO_ROOM, RecurringKey, RecurringSize
+from graphpass.dispatch.owngraphs import MOST_LOSSES, RecurringSize, Serve
+from graphpass.dispatch.recurring import RecurringKey
 from graphpass.keys import BatchDescriptor
 from graphpass.ledger import CountedReason, Reason, Row, named_sizes
 from graphpass.options import Settings
 from graphpass.paddedinputs import PaddedArguments, PaddedInput, PaddedMemory
-from graphpass.report.figures import PADDING_BEFORE
 from graphpass.saved.files import UsedKeys
 
 _MAX_REMEMBERED = 4096
@@ -96,7 +94,7 @@ class AutoCall:
     #: {address of the first static input: its replay}, one for each instance of a module that shares the callable
     known: dict[int, KnownReplay] = field(default_factory=dict)
     size: RecurringSize | None = None  #: counts these calls for a graph of their own; None if they never get one
-    under_padding: AutoCall | None = None  #: what serves these calls if their own graph cannot; None if it is no such
+    own: AutoCall | None = None  #: the same over the graph of their own size; None before there is one
 
     def count(self) -> None:
         """Count a call that has run over a graph."""
@@ -213,11 +211,11 @@ class AutoDispatcher:
         call, keys = self._call_of(args), self.rules.keys
         for seen, size in call.seen:
             seen[size] += 1
-        if call.size is not None:
-            recurring = self._recurring(call, call.size, args, scope)
-            if isinstance(recurring, Reason):
-                return recurring
-            call = recurring
+        if call.size is not None and scope is None:  # guard: exact_in_scopes
+            served = self._serving(call, call.size, args)
+            if isinstance(served, Reason):
+                return served
+            call = served
         if scope is not None or call.key.is_exact:
             return call
         if call.key.is_captured:
@@ -268,9 +266,9 @@ class AutoDispatcher:
     def failed(self, key: RecurringKey, error: BaseException) -> Reason:
         """Record that the capture of a key failed; its later calls run without a graph for the returned reason."""
         key.refusal = self._failures.failed(self.rules.keys.named(key.sizes), error)
-        size = self._own.sizes.find(key.sizes) if self._own is not None and key.is_exact else None
+        size = self._own.find(key.sizes) if self._own is not None and key.is_exact else None
         if self._own is not None and size is not None:
-            self._own.sizes.dropped(size, is_final=True)
+            self._own.dropped(size, MOST_LOSSES)
         return key.refusal
 
     def failed_in_parts(self, key: RecurringKey, error: BaseException) -> None:
@@ -294,100 +292,38 @@ class AutoDispatcher:
 
     def first_captured(self, call: AutoCall, seconds: float) -> None:
         """Record what the first capture of the key of a call took, within ``seconds`` of that call."""
-        if self._own is None:
-            return
-        of_regions = [wrapper.entries_at(call.key.descriptor) for wrapper in self._wrappers]
-        entries = [entries[-1] for entries in of_regions if entries]
-        self._own.captured(call.key, seconds, entries)
-        if call.under_padding is None or call.size is None:
-            return
-        self._runtime.ledger.rows(self._name, PADDING_BEFORE)[
-            self.rules.mode, call.key.descriptor
-        ].seconds += call.size.cost()
-        drop = functools.partial(_drop_own, weakref.ref(self), call.real)
-        pool_bytes = sum(entry.cost.pool_bytes for entry in entries)
-        driver_bytes = sum(entry.cost.driver_bytes for entry in entries)
-        is_in_bounds = self._own.sizes.captured_exactly(call.size, seconds, pool_bytes, driver_bytes, drop)
-        for sizes, kept in list(self._calls.items()):
-            if kept is call.under_padding:
-                self._calls[sizes] = replace(call, counts=self._counts(call.key))  # an example counts nowhere
-        if not is_in_bounds:
-            self._pad_for_good(call)
-            self._leave_out(call.real)
+        if self._own is not None:
+            self._own.captured(call.key, seconds)
 
-    def _leave_out(self, real: tuple[int, ...]) -> None:
-        at = f"{self._name} {named_sizes(self.rules.keys.named(real))}"
-        self._runtime.ledger.note(NO_ROOM, at=at, is_problem=True)
-
-    def instead(self, call: AutoCall, reason: Reason) -> AutoCall | Reason:
+    def instead(self, call: AutoCall, args: Sequence[Any], reason: Reason) -> AutoCall | Reason:
         """What serves a call whose graph cannot be captured or replayed now: padding, or no graph for this reason."""
-        if call.under_padding is None or call.size is None:
+        if not call.key.is_exact:
             return reason
-        if self._own is not None and reason is OTHER_INPUTS and call.key.is_captured and self.drop(call.real):
-            self._own.sizes.lost(call.size)
-        return call.under_padding
+        if self._own is not None and call.size is not None and reason is OTHER_INPUTS and call.key.is_captured:
+            self._own.drop(call.size, losses=1)
+        return self._call_of(args)
 
-    def drop(self, real: tuple[int, ...]) -> bool:
-        """Drop the graph of a size, which is padded again, unless a forward uses the pool; returns whether it did."""
-        lease = self._runtime.lease
-        with lease.turn.unused() as is_unused:
-            if is_unused:
-                self._drop(real)
-        return is_unused
-
-    def _drop(self, real: tuple[int, ...]) -> None:
-        self._pad_again(real)
-        descriptor = self.rules.keys.exact_key(real).descriptor
-        self._runtime.lease.drop([entry.graph for wrapper in self._wrappers for entry in wrapper.take(descriptor)])
-
-    def _pad_for_good(self, call: AutoCall) -> None:
-        """Drop the graph of the size of a call as soon as no forward uses the pool; it gets none again."""
-
-        def drop() -> None:
-            self._drop(call.real)
-            if self._own is not None and call.size is not None:
-                self._own.sizes.dropped(call.size, is_final=True)
-
-        self._runtime.lease.turn.when_unused(drop)
-
-    def _pad_again(self, real: tuple[int, ...]) -> None:
-        for sizes, kept in list(self._calls.items()):
-            if kept.real == real and kept.under_padding is not None and kept.size is not None:
-                self._calls[sizes] = kept.under_padding
-                kept.key.num_graphs = 0
-                if self._own is not None:
-                    self._own.sizes.dropped(kept.size)
-
-    def _recurring(
-        self, call: AutoCall, size: RecurringSize, args: Sequence[Any], scope: CaptureScope | None
-    ) -> AutoCall | Reason:
-        """The decision about a call whose size may recur: to capture it exactly now, to pad it again, or ``call``."""
-        if call.under_padding is not None and (scope is not None or not call.key.is_captured):
-            call = call.under_padding  # guard: exact_in_scopes
-        exact = self._own
-        if scope is not None or exact is None or size.replays < size.asks_at:
+    def _serving(self, call: AutoCall, size: RecurringSize, args: Sequence[Any]) -> AutoCall | Reason:
+        """What serves a call of a size that may recur: padding, its own graph, or none."""
+        is_due, has_own = size.replays >= size.asks_at, size.own_bytes is not None
+        if self._own is None or not (is_due or has_own):
             return call
-        if call.under_padding is not None:
-            if not exact.sizes.loses(size):
-                return call
-            self._pad_for_good(call)
-            return call.under_padding
-        if self._num_graphs(call.key.descriptor) != 1:  # guard: exact_for_one_instance
+        if not has_own and self._num_graphs(call.key.descriptor) != 1:  # guard: exact_for_one_instance
             size.asks_at = 2 * size.replays
             return call
-        if not exact.sizes.wants(size):
-            if size.is_left_out:
-                self._leave_out(call.real)
-            if not size.is_faster_without():
-                return call
-            size.replays, size.asks_at = size.replays + 1, 0  # counts for a graph of its own, and is asked each time
+        serve = self._own.serve(size)
+        if serve is Serve.PADDED:
+            return call
+        if serve is Serve.WITHOUT:
             return replace(FASTER_WITHOUT, sizes=self.rules.keys.named(call.real))
-        return self._new_call(call.real, args, as_is=False, under_padding=call)
+        if call.own is None:
+            call.own = self._new_call(call.real, args, as_is=False, is_exact=True)
+        return call.own
 
     def _exact_graphs(self, args: Sequence[Any]) -> ExactGraphs | None:
         if self._own is None and self._settings.graph_bytes != 0:
             device = self._runtime.lease.device_for(args).device
-            self._own = ExactGraphs(self._name, self._runtime, self.rules, self._settings, device)
+            self._own = ExactGraphs(self._name, self._runtime, self.rules, self._settings, self._wrappers, device)
         return self._own
 
     def _num_graphs(self, descriptor: BatchDescriptor) -> int:
@@ -428,7 +364,7 @@ class AutoDispatcher:
         example = self._stretched(args, key.sizes)
         call = self._call_of(example)
         if key.is_exact and call.key is not key:
-            call = self._new_call(key.sizes, example, as_is=False, under_padding=call)
+            call = self._new_call(key.sizes, example, as_is=False, is_exact=True)
         return replace(call, counts=Row()), example
 
     def _stretched(self, args: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
@@ -456,9 +392,8 @@ class AutoDispatcher:
         if self._generation != self._runtime.lease.generation:  # some graph was dropped: count the remaining graphs
             self._generation = self._runtime.lease.generation
             self.rules.keys.recount(self._num_graphs)
-            for kept in list(self._calls.values()):
-                if kept.under_padding is not None and not kept.key.is_captured:
-                    self._pad_again(kept.real)
+            if self._own is not None:
+                self._own.recount()
         real = self._read(args)
         layout = tuple([args[position] for position in self._layout_numbers])
         # guard: padded_inputs_share_memory
@@ -466,7 +401,7 @@ class AutoDispatcher:
         call = self._calls.get((real, layout, as_is))
         if call is None:
             if len(self._calls) >= _MAX_REMEMBERED:
-                self._calls = {sizes: kept for sizes, kept in self._calls.items() if kept.under_padding is not None}
+                self._calls = {}
             call = self._calls[real, layout, as_is] = self._new_call(real, args, as_is=as_is)
         return call
 
@@ -475,9 +410,7 @@ class AutoDispatcher:
         storages = [storage for position in self._may_share if (storage := storage_id(args[position]))]
         return len(set(storages)) != len(storages)
 
-    def _new_call(
-        self, real: tuple[int, ...], args: Sequence[Any], *, as_is: bool, under_padding: AutoCall | None = None
-    ) -> AutoCall:
+    def _new_call(self, real: tuple[int, ...], args: Sequence[Any], *, as_is: bool, is_exact: bool = False) -> AutoCall:
         with self._new:  # guard: one_buffer_for_threads
             keys = self.rules.keys
             if not self.rules.padded:
@@ -490,7 +423,7 @@ class AutoDispatcher:
                 return self._as_is(real, "inputs share memory, and the graph writes to an input", remedy)
             if as_is:
                 return self._exact(keys.key_of(real, as_is=True), real)
-            key = keys.key_of(real) if under_padding is None else keys.exact_key(real)
+            key = keys.exact_key(real) if is_exact else keys.key_of(real)
             found = self._inputs(real, key.sizes, args)
             if isinstance(found, InputLayout):
                 remedy = f"make it contiguous (`{found.name}.contiguous()`)"
@@ -501,7 +434,7 @@ class AutoDispatcher:
             if key.sizes != real and self.rules.checks != "never":
                 checks = self._checks.setdefault(key.descriptor, KeyChecks(self.rules.checks == "often"))
             counts, exact = self._counts(key), self._exact_graphs(args)
-            size = None if exact is None else exact.size_of(key, real, counts)
+            size = None if exact is None else exact.record(key, real, counts)
             return AutoCall(
                 key,
                 real,
@@ -515,7 +448,6 @@ class AutoDispatcher:
                 cuts=self.rules.outputs.cuts({**strides, **self.rules.sizes.named(real)}),
                 checks=checks,
                 size=size,
-                under_padding=under_padding,
             )
 
     def amounts(self, call: AutoCall, args: Sequence[Any]) -> list[AutoCall]:
@@ -564,8 +496,3 @@ class AutoDispatcher:
 
     def _counts(self, key: RecurringKey) -> Row:
         return self._runtime.ledger.rows(self._name, "called")[self.rules.mode, key.descriptor]
-
-
-def _drop_own(owner: weakref.ref[AutoDispatcher], real: tuple[int, ...]) -> bool:
-    dispatcher = owner()
-    return dispatcher is not None and dispatcher.drop(real)

@@ -274,7 +274,7 @@ class GraphedCallable:
                     return returned
                 return self._run(auto, call, args, may_capture=False)
             except NoGraphNowError as error:
-                call = auto.instead(call, error.reason)
+                call = auto.instead(call, args, error.reason)
         auto.without_graph(call)
         return self._stitched(*args)
 

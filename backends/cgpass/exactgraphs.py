@@ -1,4 +1,4 @@
-"""Graphs for padded sizes that recur, of one callable: the policy over its counts, times and bytes."""
+"""Graphs for padded sizes that recur, of one callable: its counts, times and bytes for the policy, and their drop."""
 
 from __future__ import annotations
 
@@ -11,77 +11,102 @@ import torch
 
 from cgpass.keyrules import AutoRules
 from graphpass.capture.cuda import PROCESS_MEMORY, total_bytes
-from graphpass.capture.replay import GraphEntry
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.dispatch.recurring import (
-    ExactSizes,
+from graphpass.capture.wrapper import CUDAGraphWrapper
+from graphpass.dispatch.owngraphs import (
+    MOST_LOSSES,
+    NO_ROOM,
     OwnGraphs,
-    RecurringKey,
-    RecurringKeys,
     RecurringSize,
-    Times,
+    RecurringSizes,
     bytes_allowed,
 )
-from graphpass.keys import BatchDescriptor, CUDAGraphMode
-from graphpass.ledger import Row
+from graphpass.dispatch.recurring import RecurringKey
+from graphpass.keys import CUDAGraphMode
+from graphpass.ledger import Row, named_sizes
 from graphpass.options import Settings
-
-_REPLAYS_A_CAPTURE = 16
-"""On the CPU, where rows stand for time: a capture counts as so many replays of its size."""
+from graphpass.report.figures import PADDING_BEFORE
 
 _LAUNCHES_S = 1e-4
 """What a run without a graph costs the host beyond a replay, at least; its time on the device does not contain it."""
 
 
-class ExactGraphs:
-    """What one callable tells the policy, in seconds; on the CPU in rows."""
+class ExactGraphs(RecurringSizes):
+    """The graphs of one callable for sizes that recur."""
 
     def __init__(
-        self, name: str, runtime: GraphRuntime, rules: AutoRules, settings: Settings, device: torch.device
+        self,
+        name: str,
+        runtime: GraphRuntime,
+        rules: AutoRules,
+        settings: Settings,
+        wrappers: Sequence[CUDAGraphWrapper],
+        device: torch.device,
     ) -> None:
-        self._keys: RecurringKeys = rules.keys
-        self._is_timed = device.type != "cpu"
+        self._name, self._runtime, self._wrappers = name, runtime, wrappers
+        self._mode, self._keys = rules.mode, rules.keys
         # The runs of single regions do not tell how long the whole takes without a graph.
         never_without = settings.on_fallback == "error" or settings.padding_check == "strict"
         self._runs_alone = rules.mode is CUDAGraphMode.FULL and not never_without
-        #: {key: (its calls, the times of keys like it, its rows)}
-        self._ran = ran = dict[BatchDescriptor, tuple[Row, Times, int]]()
+        is_timed = device.type != "cpu"
         compiled = [astuple(record.seconds) for record in runtime.callables() if record.name == name]
-        compile_s = sum(map(sum, compiled)) * self._is_timed
-        self._captures = captures = Row()
-
-        def spent() -> float:
-            run = sum(row.n * (times.at(rows) or 0.0) for row, times, rows in list(ran.values()))
-            return run + captures.seconds + compile_s
-
-        # Neither function refers to this object: the graphs of all callables count as long as ``sizes`` lives.
-        self.sizes = ExactSizes(
+        super().__init__(
             PROCESS_MEMORY.shared(OwnGraphs, device),
             bytes_allowed(settings.graph_bytes, total_bytes(device), has_ladder=bool(settings.capture_sizes)),
-            calls=lambda: sum(row.n for row, _, _ in list(ran.values())),
-            spent=spent,
-            captures_as=None if self._is_timed else _REPLAYS_A_CAPTURE.__mul__,
+            is_timed=is_timed,
+            spent=sum(map(sum, compiled)) * is_timed,
         )
 
-    def size_of(self, key: RecurringKey, real: tuple[int, ...], counts: Row) -> RecurringSize | None:
+    def record(self, key: RecurringKey, real: tuple[int, ...], counts: Row) -> RecurringSize | None:
         """The record of calls with these sizes, which ``key`` serves; None if it is no larger than they are."""
-        real_rows, group = self._rows(real)
-        key_rows, _ = self._rows(key.sizes)
-        self._ran[key.descriptor] = counts, self.sizes.times_of(group)[0], key_rows
+        (real_rows, group), (key_rows, _) = self._rows(real), self._rows(key.sizes)
+        self.count_calls(key.descriptor, counts, group, key_rows)
         if key.is_exact:
-            return self.sizes.find(real)
-        return self.sizes.size_of(real, group, real_rows, key_rows) if key_rows != real_rows else None
+            return self.find(real)
+        return self.size_of(real, group, real_rows, key_rows) if key_rows != real_rows else None
 
-    def captured(self, key: RecurringKey, seconds: float, entries: Sequence[GraphEntry]) -> None:
-        """Record the capture of a key."""
+    def captured(self, key: RecurringKey, seconds: float) -> None:
+        """Record the first capture of a key."""
+        of_regions = [wrapper.entries_at(key.descriptor) for wrapper in self._wrappers]
+        costs = [entries[-1].cost for entries in of_regions if entries]
         rows, group = self._rows(key.sizes)
-        replayed, run = self.sizes.times_of(group)
-        timed = functools.partial(_sum_of, [entry.cost.seconds for entry in entries])
+        replayed, run = self.times_of(group)
+        timed = functools.partial(_sum_of, [cost.seconds for cost in costs])
         replayed.add(rows, timed if self._is_timed else lambda: rows)
         if self._runs_alone:
-            run.add(rows, functools.partial(_with_launches, entries[0].cost.run_seconds))
-        self._captures.seconds += seconds * self._is_timed
-        self.sizes.captured(seconds, sum(entry.cost.driver_bytes for entry in entries))
+            run.add(rows, functools.partial(_with_launches, costs[0].run_seconds))
+        num_bytes = sum(cost.pool_bytes for cost in costs), sum(cost.driver_bytes for cost in costs)
+        self.captured_any(seconds, *num_bytes)
+        size = self.find(key.sizes) if key.is_exact else None
+        if size is not None:
+            before = self._runtime.ledger.rows(self._name, PADDING_BEFORE)[self._mode, key.descriptor]
+            before.seconds += size.cost()
+            if not self.captured_own(size, seconds, *num_bytes):
+                self.drop(size, MOST_LOSSES)
+                self.leave_out(size)
+
+    def recount(self) -> None:
+        """Pad the sizes again whose graphs have died."""
+        for size in list(self._sizes.values()):
+            if size.own_bytes is not None and not self._keys.exact_key(size.real).is_captured:
+                self.dropped(size)
+
+    def drop(self, size: RecurringSize, losses: int = 0) -> None:
+        """Drop the graph of a size now, or in the thread that ends the present forward of the pool."""
+
+        def drop() -> None:
+            if size.own_bytes is not None:
+                key = self._keys.exact_key(size.real)
+                key.num_graphs = 0
+                self.dropped(size, losses)
+                self._runtime.lease.drop([entry.graph for of in self._wrappers for entry in of.take(key.descriptor)])
+
+        self._runtime.lease.turn.when_unused(drop)
+
+    def leave_out(self, size: RecurringSize) -> None:
+        """Note a size for whose graph there is no room."""
+        at = f"{self._name} {named_sizes(self._keys.named(size.real))}"
+        self._runtime.ledger.note(NO_ROOM, at=at, is_problem=True)
 
     def _rows(self, sizes: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
         padded, exact = self._keys.padded_sizes(sizes)

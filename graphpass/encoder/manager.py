@@ -19,7 +19,7 @@ import torch.distributed as dist
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.settings import capture_settings
 from graphpass.capture.staging import storage_id
-from graphpass.dispatch.recurring import LEAST_REPLAYS
+from graphpass.dispatch.owngraphs import due
 from graphpass.encoder.graphs import CapturedEncoder, EncoderLadder, check_outputs, eager_outputs
 from graphpass.encoder.options import EncoderOptions, checked_config, keys_of
 from graphpass.encoder.planner import BatchPlanner, PackedBatch
@@ -222,13 +222,11 @@ class EncoderCudaGraphManager:
         if self._captured is None or not self._captured.budgets:
             return []
         ladder, budgets = {key.tokens for key in self._ladder.keys}, sorted({k.tokens for k in self._captured.budgets})
-        padding = {
-            tokens: times * (budgets[bisect_left(budgets, tokens)] - tokens)
+        return due(
+            (tokens, times, budgets[bisect_left(budgets, tokens)] - tokens)
             for tokens, times in list(self._ledger.sizes["tokens"].items())
-            # guard: encoder_adapted_after_replays
-            if times >= LEAST_REPLAYS and tokens <= budgets[-1] and tokens not in ladder
-        }
-        return sorted(padding, key=padding.__getitem__, reverse=True)
+            if tokens <= budgets[-1] and tokens not in ladder
+        )
 
     def estimate(self) -> MemoryEstimate:
         """Estimate the memory that :meth:`capture` needs, from at most three captures in a throwaway pool.

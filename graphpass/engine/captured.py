@@ -19,7 +19,7 @@ from graphpass.capture.replay import ContextReads, ReplayPlan
 from graphpass.capture.scope import CaptureScope
 from graphpass.capture.settings import replay_settings
 from graphpass.compat import trees
-from graphpass.dispatch.recurring import LEAST_REPLAYS, NO_ROOM, NOISE, OwnGraph, OwnGraphs, bytes_allowed
+from graphpass.dispatch.owngraphs import NO_ROOM, OwnGraph, OwnGraphs, bytes_allowed, due, is_faster
 from graphpass.engine.buffers import PaddedInputs, RealInputs, Sizes
 from graphpass.engine.model import Model, fields_named, nothing_reached
 from graphpass.engine.recipe import Recipe, StepResults, leaf_sources
@@ -75,7 +75,6 @@ class RecurringTokens:
     padded: Key  #: the key that serves most of these steps
     #: keys for exactly so many tokens: what ``padded`` would be, then one for each value of other key fields
     keys: tuple[Key, ...]
-    padding: int  #: tokens that padding has added
 
 
 _Kind: TypeAlias = tuple[CUDAGraphMode, bool, int]
@@ -415,16 +414,16 @@ class CapturedKeys:
             for sizes, known in list(captured.steps.items()):
                 size = (_kind_of(key), dict(zip(self._inputs.largest, sizes, strict=True))["num_tokens"])
                 replays.setdefault(size, Counter())[key] += known.replays
-        found, of_all = [], self._all()
+        found, of_all = list[tuple[RecurringTokens, int, int]](), self._all()
         for (kind, num_tokens), by_key in replays.items():
             (padded, _), times = by_key.most_common(1)[0], by_key.total()
             mode, descriptor = padded
             served = (mode, self._dispatcher.at_size(descriptor, num_tokens))
             keys = tuple(dict.fromkeys((served, *self._at_size(of_all, kind, descriptor.num_tokens, num_tokens))))
             is_new = not any(key in self._by_key or key in self._padded for key in keys)
-            if times >= LEAST_REPLAYS and is_new:  # guard: adapted_after_replays
-                found.append(RecurringTokens(padded, keys, times * (descriptor.num_tokens - num_tokens)))
-        return sorted(found, key=lambda size: size.padding, reverse=True)
+            if is_new:
+                found.append((RecurringTokens(padded, keys), times, descriptor.num_tokens - num_tokens))
+        return due(found)
 
     def _at_size(self, keys: Sequence[Key], kind: _Kind, padded: int, num_tokens: int) -> list[Key]:
         """Keys for exactly ``num_tokens``, like those of a kind with ``padded`` tokens.
@@ -464,11 +463,11 @@ class CapturedKeys:
         if problem is not None:
             self._runtime.warn(problem.why, problem.remedy)
 
-    def graphs(self) -> list[tuple[OwnGraph, float]]:
+    def graphs(self) -> list[OwnGraph]:
         """The graphs of recurring sizes, for the bound of the process; a manager does not give them back for others."""
         own = [captured for key in list(self._own) if (captured := self._by_key.get(key)) is not None]
         charged = [*map(self._charged, own), *list(self._unused.values())]
-        return [(OwnGraph(num_bytes, drop=lambda: False), math.inf) for num_bytes in charged]
+        return [OwnGraph(num_bytes, math.inf, drop=lambda: None) for num_bytes in charged]
 
     def _captured_within(
         self, sizes: Sequence[RecurringTokens], tried: dict[Key, CapturedKey]
@@ -507,7 +506,7 @@ class CapturedKeys:
         own = size.keys[0]
         own_s = self._seconds(own, tried[own], step_of)
         padded_s = self._seconds(size.padded, self._by_key[size.padded], step_of)
-        if own_s < (1 - NOISE) * padded_s:  # guard: adapted_if_faster
+        if is_faster(own_s, padded_s):  # guard: adapted_if_faster
             return True
         self._padded.update(size.keys)
         return False

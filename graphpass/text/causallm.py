@@ -11,7 +11,7 @@ import torch
 
 from graphpass.dispatch.dispatcher import CudagraphDispatcher
 from graphpass.dispatch.keys import DispatchReason, LoraKeys
-from graphpass.dispatch.recurring import LEAST_REPLAYS
+from graphpass.dispatch.owngraphs import LEAST_REPLAYS
 from graphpass.engine.batch import InputSpec
 from graphpass.engine.manager import CudaGraphManager
 from graphpass.engine.stats import ManagerStats

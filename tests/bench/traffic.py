@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 
-from graphpass.dispatch.recurring import ExactSizes, OwnGraphs, RecurringSize, step_above
+from graphpass.dispatch.owngraphs import OwnGraphs, RecurringSize, RecurringSizes, Serve
+from graphpass.dispatch.recurring import step_above
 from tests.bench.timing import table_of
 
 CALLS = (600, 10_000)
@@ -117,14 +118,7 @@ class Simulation:
 
     def __init__(self, model: Model, limit: int = 256 * MIB) -> None:
         self.model, self.now_s, self.num_calls = model, model.compile_s, 0
-        self.shared = OwnGraphs()
-        self.policy = ExactSizes(
-            self.shared,
-            limit,
-            calls=lambda: self.num_calls,
-            spent=lambda: self.now_s,
-            clock=lambda: self.now_s,
-        )
+        self.policy = _Policy(self, limit)
         self.exact: set[int] = set()
         self._timed: set[int] = set()
 
@@ -135,17 +129,11 @@ class Simulation:
         if key == size:
             return self._ran(self.model.seconds(size)), False
         recurring = self.policy.size_of((size,), (), size, key)
-        has_captured = False
-        if recurring.replays >= recurring.asks_at:
-            if size in self.exact:
-                if self.policy.loses(recurring):
-                    self._drop(size, recurring)
-                    self.policy.dropped(recurring, is_final=True)
-            elif self.policy.wants(recurring):
-                has_captured = True
-                self.exact.add(size)
-                self._time(size)
-                self.policy.captured_exactly(recurring, CAPTURE_S, 0, 2 * MIB, lambda: self._drop(size, recurring))
+        has_captured = self.policy.serve(recurring) is Serve.CAPTURE
+        if has_captured:
+            self.exact.add(size)
+            self._time(size)
+            self.policy.captured_own(recurring, CAPTURE_S, 0, 2 * MIB)
         seconds = self.model.seconds(size if size in self.exact else key)
         self._ran(seconds + CAPTURE_S * has_captured)
         recurring.replays += 1
@@ -160,12 +148,25 @@ class Simulation:
         if size not in self._timed:
             self._timed.add(size)
             self.policy.times_of(())[0].add(size, lambda: self.model.seconds(size))
-            self.policy.captured(CAPTURE_S, 2 * MIB)
+            self.policy.captured_any(CAPTURE_S, 0, 2 * MIB)
 
-    def _drop(self, size: int, recurring: RecurringSize) -> bool:
-        self.exact.discard(size)
-        self.policy.dropped(recurring)
-        return True
+
+class _Policy(RecurringSizes):
+    """The policy of one simulation, over its calls and its time."""
+
+    def __init__(self, simulation: Simulation, limit: int) -> None:
+        self._simulation = simulation
+        super().__init__(OwnGraphs(), limit, clock=self.spent)
+
+    def calls(self) -> int:
+        return self._simulation.num_calls
+
+    def spent(self) -> float:
+        return self._simulation.now_s
+
+    def drop(self, size: RecurringSize, losses: int = 0) -> None:
+        self._simulation.exact.discard(size.rows)
+        super().drop(size, losses)
 
 
 def simulated(model: Model, traffic: str, calls: int, seed: int = 0, limit: int = 256 * MIB) -> Outcome:

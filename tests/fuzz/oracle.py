@@ -14,7 +14,7 @@ import torch
 
 import cgpass
 import graphpass as gp
-from graphpass.dispatch import recurring
+from graphpass.dispatch import owngraphs
 from tests.fuzz.inputs import Feed
 from tests.fuzz.programs import STATE, Call, Program, module_class
 from tests.fuzz.search import Outcome
@@ -260,7 +260,7 @@ _ROUTES = {"direct": _directly, "dynamo": _through_dynamo, "graphed": _graphed}
 
 def _exact_soon() -> Any:
     """Sizes that recur have graphs of their own after few calls."""
-    return mock.patch.multiple(recurring, CALLS_BETWEEN=0, LEAST_REPLAYS=1, SHARE_OF_TIME=1e9)
+    return mock.patch.multiple(owngraphs, CALLS_BETWEEN=0, LEAST_REPLAYS=1, SHARE_OF_TIME=1e9)
 
 
 def _roomy_dynamo() -> Any:

@@ -10,7 +10,7 @@ from torch import nn
 
 from graphpass import Batch
 from graphpass.capture.cuda import PROCESS_MEMORY
-from graphpass.dispatch.recurring import OwnGraphs
+from graphpass.dispatch.owngraphs import OwnGraphs
 from tests.gpu.shared import FULL, PIECEWISE, WIDTH, managed, rows_of
 from tests.gpu.test_encoder import assert_same, made, on_gpu
 from tests.unit.encoder import toy

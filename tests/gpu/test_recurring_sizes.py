@@ -13,7 +13,7 @@ from torch import nn
 
 from graphpass import GraphRuntime, precapture
 from graphpass.capture.cuda import PROCESS_MEMORY, CudaDevice
-from graphpass.dispatch.recurring import OwnGraphs
+from graphpass.dispatch.owngraphs import OwnGraphs
 from tests.threads import in_threads
 
 pytestmark = pytest.mark.cuda

@@ -18,7 +18,7 @@ from cgpass.exactgraphs import _with_launches
 from cgpass.paddingcheck import PaddedCall
 from graphpass import GraphRuntime
 from graphpass.capture.cuda import PROCESS_MEMORY
-from graphpass.dispatch.recurring import CALLS_BETWEEN, ExactSizes, OwnGraphs, RecurringSize, Times
+from graphpass.dispatch.owngraphs import CALLS_BETWEEN, OwnGraphs, RecurringSize, RecurringSizes, Times
 from tests.threads import in_threads
 from tests.unit.compiled import Compiled, agrees
 from tests.unit.models import module
@@ -161,13 +161,13 @@ def test_a_graph_above_the_bound_goes_when_the_present_forward_ends(
     rt: GraphRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fast, turn = Served(rt, graph_bytes=1), rt.lease.turn
-    captured_exactly = ExactSizes.captured_exactly
+    captured_own = RecurringSizes.captured_own
 
     def captured_beside_a_forward(*args: Any) -> bool:
         turn.acquire(forward=rt, who="another forward")
-        return captured_exactly(*args)
+        return captured_own(*args)
 
-    monkeypatch.setattr(ExactSizes, "captured_exactly", captured_beside_a_forward)
+    monkeypatch.setattr(RecurringSizes, "captured_own", captured_beside_a_forward)
     fast.call(SIZE, times=CALLS + 2)
     assert shared_bytes() > 1
     turn.release()
@@ -322,4 +322,4 @@ def test_a_run_without_a_graph_counts_its_launches(replay: float, run: float, ex
     replayed, without = Times(is_proportional=True), Times(is_proportional=False)
     replayed.add(8, lambda: replay)
     without.add(8, functools.partial(_with_launches, lambda: run))
-    assert RecurringSize(5, 8, replayed, without, asks_at=3).is_faster_without() == expected
+    assert RecurringSize((5,), 5, 8, replayed, without, asks_at=3).is_faster_without() == expected

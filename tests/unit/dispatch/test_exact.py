@@ -7,13 +7,15 @@ import itertools
 
 import pytest
 
-from graphpass.dispatch.recurring import (
+from graphpass.dispatch.owngraphs import (
     CALLS_BETWEEN,
     LEAST_BYTES,
     LEAST_REPLAYS,
-    ExactSizes,
+    MOST_LOSSES,
     OwnGraphs,
     RecurringSize,
+    RecurringSizes,
+    Serve,
     Times,
     bytes_allowed,
 )
@@ -22,38 +24,42 @@ from tests.bench.traffic import CALLS, MIB, MODELS, TRAFFIC, Model, Simulation, 
 TIMES = {1: 1.0, 2: 2.0, 4: 4.0, 8: 8.0}
 
 
-class Traffic:
+class Traffic(RecurringSizes):
     """Calls of one callable whose time is known: the policy, and what it is told."""
 
     def __init__(self, shared: OwnGraphs | None = None, limit: int = 64 * MIB, capture_s: float = 100.0) -> None:
-        self.calls, self.spent, self.now_s = 0, 0.0, 0.0
-        self.policy = ExactSizes(
-            shared or OwnGraphs(), limit, calls=lambda: self.calls, spent=lambda: self.spent, clock=lambda: self.now_s
-        )
+        self.num_calls, self.spent_s = 0, 0.0
+        super().__init__(shared or OwnGraphs(), limit, clock=self.calls)
         self.capture_s = capture_s
         for size, seconds in TIMES.items():
-            self.policy.times_of(())[0].add(size, lambda seconds=seconds: seconds)
-            self.policy.captured(capture_s, MIB)
-        self.dropped: list[int] = []
+            self.times_of(())[0].add(size, lambda seconds=seconds: seconds)
+            self.captured_any(capture_s, 0, MIB)
+        self.dropped_rows: list[int] = []
+
+    def calls(self) -> int:
+        return self.num_calls
+
+    def spent(self) -> float:
+        return self.spent_s
 
     def size(self, real: int, key: int) -> RecurringSize:
-        return self.policy.size_of((real,), (), real, key)
+        return self.size_of((real,), (), real, key)
 
     def call(self, size: RecurringSize, times: int = 1) -> bool:
         """Call it so often; True as soon as the policy wants a graph of its own."""
         for _ in range(times):
-            self.calls, self.now_s = self.calls + 1, self.now_s + 1
-            if size.replays >= size.asks_at and size.graph is None and self.policy.wants(size):
-                self.policy.captured_exactly(size, self.capture_s, 0, MIB, lambda: self._drop(size))
-                size.replays += 1
-                return True
+            self.num_calls += 1
+            is_captured = self.serve(size) is Serve.CAPTURE
+            if is_captured:
+                self.captured_own(size, self.capture_s, 0, MIB)
             size.replays += 1
+            if is_captured:
+                return True
         return False
 
-    def _drop(self, size: RecurringSize) -> bool:
-        self.dropped.append(size.rows)
-        self.policy.dropped(size)
-        return True
+    def drop(self, size: RecurringSize, losses: int = 0) -> None:
+        self.dropped_rows.append(size.rows)
+        super().drop(size, losses)
 
 
 def captured_after(traffic: Traffic, size: RecurringSize, most: int = 1000) -> int | None:
@@ -89,7 +95,7 @@ def test_a_size_is_captured_once_its_padding_has_cost_a_capture() -> None:
 
 def test_a_share_of_the_time_spent_pays_for_it_sooner() -> None:
     traffic = Traffic()
-    traffic.spent = 2000.0
+    traffic.spent_s = 2000.0
     assert captured_after(traffic, traffic.size(6, 8)) == LEAST_REPLAYS
     # The share is used up, so that the next one has to pay for itself.
     assert captured_after(traffic, traffic.size(5, 8)) == pytest.approx(34, abs=5)
@@ -97,16 +103,16 @@ def test_a_share_of_the_time_spent_pays_for_it_sooner() -> None:
 
 def test_captures_are_apart() -> None:
     traffic = Traffic()
-    traffic.spent = 1e9
+    traffic.spent_s = 1e9
     sizes = [traffic.size(real, 8) for real in (5, 6, 7)]
-    captured = [traffic.calls for _ in range(200) for size in sizes if traffic.call(size)]
+    captured = [traffic.num_calls for _ in range(200) for size in sizes if traffic.call(size)]
     assert len(captured) == 3
     assert all(later - earlier >= CALLS_BETWEEN for earlier, later in itertools.pairwise(captured))
 
 
 def test_the_most_costly_size_goes_first() -> None:
     traffic = Traffic()
-    traffic.spent = 1e9
+    traffic.spent_s = 1e9
     cheap, costly = traffic.size(7, 8), traffic.size(5, 8)
     cheap.replays = costly.replays = 100
     assert not traffic.call(cheap)
@@ -119,9 +125,9 @@ def test_an_exact_graph_that_is_no_faster_loses_and_tells_of_sizes_above() -> No
     traffic = Traffic()
     size = traffic.size(6, 8)
     assert captured_after(traffic, size) == 50
-    traffic.policy.times_of(())[0].add(6, lambda: 7.95)
-    assert traffic.policy.loses(size)
-    traffic.policy.dropped(size, is_final=True)
+    traffic.times_of(())[0].add(6, lambda: 7.95)
+    assert traffic.serve(size) is Serve.PADDED
+    assert traffic.dropped_rows == [6]
     assert captured_after(traffic, size) is None
     assert captured_after(traffic, traffic.size(7, 8)) is None, "7 rows take as long as 6 at least"
 
@@ -131,11 +137,11 @@ def test_a_verdict_waits_for_the_time() -> None:
     size = traffic.size(6, 8)
     captured_after(traffic, size)
     ready: list[float] = []
-    traffic.policy.times_of(())[0].add(6, lambda: ready[0] if ready else None)
-    assert not traffic.policy.loses(size)
-    assert size.asks_at == size.replays + 1
+    traffic.times_of(())[0].add(6, lambda: ready[0] if ready else None)
+    assert traffic.serve(size) is Serve.OWN
+    assert size.asks_at <= size.replays
     ready.append(6.0)
-    assert not traffic.policy.loses(size)
+    assert traffic.serve(size) is Serve.OWN
     assert size.asks_at > 1e9
 
 
@@ -144,29 +150,29 @@ def test_bytes_bound_the_graphs_of_all_callables(limit: int, captured: int) -> N
     shared = OwnGraphs()
     callables = [Traffic(shared, limit) for _ in range(3)]
     for traffic in callables:  # equal callables: none saves more than another, so none makes room
-        traffic.spent = 1e9
+        traffic.spent_s = 1e9
         captured_after(traffic, traffic.size(6, 8), most=200)
     assert shared.num_bytes() == captured * MIB
 
 
 def test_at_the_bound_the_graph_that_saves_least_makes_room() -> None:
     traffic = Traffic(limit=MIB)
-    traffic.spent = 1e9
+    traffic.spent_s = 1e9
     rare, often = traffic.size(7, 8), traffic.size(5, 8)
     assert traffic.call(rare, 30)
     assert traffic.call(often, 200)
-    assert traffic.dropped == [7]
+    assert traffic.dropped_rows == [7]
     for _ in range(200):
         assert not traffic.call(rare)
         traffic.call(often, 4)
-    assert traffic.dropped == [7]
-    assert [graph.num_bytes for graph, _ in traffic.policy.graphs()] == [MIB]
+    assert traffic.dropped_rows == [7]
+    assert [graph.num_bytes for graph in traffic.graphs()] == [MIB]
 
 
 def test_graphs_of_a_callable_that_is_gone_take_no_bytes() -> None:
     shared = OwnGraphs()
     traffic = Traffic(shared)
-    traffic.spent = 1e9
+    traffic.spent_s = 1e9
     assert traffic.call(traffic.size(6, 8), 30)
     assert shared.num_bytes() == MIB
     del traffic
@@ -176,11 +182,11 @@ def test_graphs_of_a_callable_that_is_gone_take_no_bytes() -> None:
 
 def test_a_size_whose_graph_is_lost_twice_stays_padded() -> None:
     traffic = Traffic()
-    traffic.spent = 1e9
+    traffic.spent_s = 1e9
     size = traffic.size(6, 8)
-    for _ in range(2):
+    for _ in range(MOST_LOSSES):
         assert captured_after(traffic, size) is not None
-        traffic.policy.lost(size)
+        traffic.drop(size, losses=1)
     assert captured_after(traffic, size) is None
 
 
@@ -196,7 +202,7 @@ def test_a_size_padded_far_is_faster_without_a_graph() -> None:
     near, far = traffic.size(7, 8), traffic.size(5, 8)
     assert not far.is_faster_without(), "no run was timed"
     for rows, seconds in {4: 5.0, 8: 9.0}.items():
-        traffic.policy.times_of(())[1].add(rows, lambda seconds=seconds: seconds)
+        traffic.times_of(())[1].add(rows, lambda seconds=seconds: seconds)
     assert far.is_faster_without()
     assert not near.is_faster_without()
     assert not traffic.size(1, 2).is_faster_without(), "small runs take as long as the least that was timed"

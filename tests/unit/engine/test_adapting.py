@@ -10,7 +10,7 @@ from torch import nn
 
 from graphpass import CudaGraphManager, GraphRuntime
 from graphpass.capture.cuda import PROCESS_MEMORY
-from graphpass.dispatch.recurring import OwnGraphs
+from graphpass.dispatch.owngraphs import OwnGraphs
 from graphpass.engine.captured import CapturedKeys
 from graphpass.errors import CaptureError, OptionError
 from tests.unit.engine.managed import (
