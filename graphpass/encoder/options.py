@@ -193,14 +193,9 @@ def _frames_of(options: EncoderOptions, config: EncoderCudaGraphConfig) -> int |
     if max_frames is None:
         return config.max_frames
     if config.max_frames is None or max_frames > config.max_frames:
-        raise EncoderConfigError(
-            "max_frames_per_batch is not possible with this model",
-            expected="None, because the model does not count frames"
-            if config.max_frames is None
-            else f"at most {config.max_frames}",
-            found=f"max_frames_per_batch={max_frames}",
-            remedy="omit the option",
-        )
+        most = "None, because the model does not count frames"
+        most = most if config.max_frames is None else f"at most {config.max_frames}"
+        raise _unusable("max_frames_per_batch", most, max_frames)
     return max_frames
 
 
@@ -215,14 +210,7 @@ def generate_budgets(minimum: int, maximum: int, *, ratio: float = 2) -> list[in
     Raises:
         EncoderConfigError: a bound is not positive, the minimum is above the maximum, or the ratio is not above 1.
     """
-    _refuse_bounds(minimum, maximum)
-    if not (ratio > 1 and math.isfinite(ratio)):
-        raise EncoderConfigError(
-            "budgets do not grow",
-            expected="a finite ratio above 1",
-            found=f"ratio={ratio!r}",
-            remedy="omit ratio for the default of 2",
-        )
+    _refuse_bounds(minimum, maximum, ratio)
     budgets = [minimum]
     while (following := max(budgets[-1] + 1, int(budgets[-1] * ratio))) < maximum:
         budgets.append(following)
@@ -299,11 +287,11 @@ def checked_budgets(budgets: Sequence[int], minimum: int, maximum: int | None = 
     return tuple(sorted(found))
 
 
-def _refuse_bounds(minimum: int, maximum: int) -> None:
-    if minimum < 1 or maximum < minimum:
+def _refuse_bounds(minimum: int, maximum: int, ratio: float = 2) -> None:
+    if not (1 <= minimum <= maximum and 1 < ratio < math.inf):
         raise EncoderConfigError(
-            "the range of budgets is empty",
-            expected="1 <= minimum <= maximum",
-            found=f"minimum={minimum}, maximum={maximum}",
-            remedy="pass the output tokens of the smallest item and of the largest batch",
+            "there are no budgets between these bounds",
+            expected="1 <= minimum <= maximum, and a finite ratio above 1",
+            found=f"minimum={minimum}, maximum={maximum}, ratio={ratio!r}",
+            remedy="pass the output tokens of the smallest item and of the largest batch, and omit ratio for 2",
         )

@@ -59,46 +59,30 @@ class NgramDrafter:
                 remedy="leave both out for n-grams of 1 to 3 tokens",
             )
         self._lengths = range(min_ngram, max_ngram + 1)
-        self._indexes: WeakKeyDictionary[Request, _NgramIndex] = WeakKeyDictionary()
+        #: of each text the number of indexed tokens, and {n-gram: index of the token after its latest occurrence}
+        self._indexes: WeakKeyDictionary[Request, tuple[int, dict[bytes, int]]] = WeakKeyDictionary()
 
     def propose(self, request: Request, text: Ints, limit: int) -> Ints:
         """Guess as :class:`Drafter` describes; returns either no tokens or ``limit`` tokens."""
         text = np.asarray(text, dtype=np.int64)
-        index = self._indexes.get(request)
-        if index is None or index.num_tokens > len(text):  # the request was started again
-            index = self._indexes[request] = _NgramIndex(self._lengths)
-        place = index.after_last_occurrence(text)
+        num_indexed, following = self._indexes.get(request, (0, {}))
+        if num_indexed > len(text):  # the request was started again
+            num_indexed, following = 0, {}
+        self._extend(following, num_indexed, text)
+        self._indexes[request] = len(text), following
+        endings = (text[-length:].tobytes() for length in reversed(self._lengths) if length < len(text))
+        place = next((following[ending] for ending in endings if ending in following), None)
         # resize repeats or cuts the tokens to the length ``limit``.
         return text[:0] if place is None else np.resize(text[place:], limit)
 
-
-class _NgramIndex:
-    """The latest occurrence of each n-gram of one growing text."""
-
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self.num_tokens = 0  #: tokens of the text that are indexed
-        self._lengths = lengths
-        self._next: dict[bytes, int] = {}  # n-gram -> index of the token that follows its latest occurrence
-
-    def after_last_occurrence(self, text: Ints) -> int | None:
-        """Index of the token that follows the latest earlier occurrence of the longest ending that has one."""
-        self._extend(text)
-        for length in reversed(self._lengths):
-            if length < len(text):
-                place = self._next.get(text[-length:].tobytes())
-                if place is not None:
-                    return place
-        return None
-
-    def _extend(self, text: Ints) -> None:
+    def _extend(self, following: dict[bytes, int], num_indexed: int, text: Ints) -> None:
         """Index the n-grams that are followed by a token that is new since the last call."""
-        base = max(self.num_tokens - self._lengths[-1], 0)
+        base = max(num_indexed - self._lengths[-1], 0)
         raw, width = text[base:].tobytes(), text.itemsize
-        for end in range(max(self.num_tokens, 1), len(text)):
+        for end in range(max(num_indexed, 1), len(text)):
             for length in self._lengths:
                 if length <= end:
-                    self._next[raw[(end - length - base) * width : (end - base) * width]] = end
-        self.num_tokens = len(text)
+                    following[raw[(end - length - base) * width : (end - base) * width]] = end
 
 
 class Speculation:

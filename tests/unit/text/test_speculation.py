@@ -416,10 +416,10 @@ def test_each_new_token_costs_the_same_whatever_the_length() -> None:
     drafter, request = NgramDrafter(), Request.of("a", [1], 1)
     text = np.arange(50_000, dtype=np.int64) % 911
     drafter.propose(request, text[:-2], 1)
-    index = drafter._indexes[request]
-    before = dict(index._next)
+    _, following = drafter._indexes[request]
+    before = dict(following)
     drafter.propose(request, text[:-1], 1)
-    assert sum(place != before.get(gram) for gram, place in index._next.items()) == 3
+    assert sum(place != before.get(gram) for gram, place in following.items()) == 3
 
 
 @pytest.mark.parametrize("lengths", [(3, 0), (0, 0), (1, 2), (True, True), (2.0, 1)])
