@@ -61,11 +61,9 @@ class Settings:
     padding: Mapping[str, PadRule] = field(default_factory=dict)
     #: whether sizes are padded; passed as ``padding="never"``
     pads: bool = True
-    #: the proof that a declared size needs before it is padded. ``prove``: sizes with the verdict RUNTIME are padded
-    #: and checked at run time, UNPROVED sizes run unpadded. ``strict``: an UNPROVED size or a call without a graph is
-    #: an error. ``declared``: declared sizes are padded and checked at run time. ``off``: declared sizes are padded
-    #: without a check.
-    padding_check: Literal["prove", "strict", "declared", "off"] = "prove"
+    #: ``prove``: a size whose padding is not proved harmless runs unpadded, with a warning. ``strict``: such a size is
+    #: an error if it is declared, and so is a call without a graph.
+    padding_check: Literal["prove", "strict"] = "prove"
     #: ``measure``: at a capture on a GPU, compile each distinct region in variants of Inductor's settings, time them in
     #: CUDA graphs, and keep the fastest one that agrees with the untuned region, for each range of sizes: 1, 2 to 8, 9
     #: and more. Without a GPU, and for another compiler, it changes nothing. None: off.
@@ -299,7 +297,7 @@ _VALUES: Mapping[str, tuple[object, ...]] = {
     "compiler": COMPILERS,
     "on_fallback": ("warn", "error", "silent"),
     "dispatch": ("auto", "context", None),
-    "padding_check": ("prove", "strict", "declared", "off"),
+    "padding_check": ("prove", "strict"),
     "progress": (None, False, True),
     "tune": (None, "measure"),
 }

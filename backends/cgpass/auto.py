@@ -54,29 +54,6 @@ _NO_INPUTS = PaddedArguments()
 
 
 @dataclass(slots=True)
-class KeyChecks:
-    """What the run-time check of padding has covered of one key."""
-
-    is_often: bool  #: check at smaller sizes, too, and at every call whose number is a power of two; else once
-    calls: int = 0  #: padded calls so far
-    smallest: tuple[int, ...] | None = None  #: the smallest size checked of each field; None before the first check
-
-    def are_pending(self) -> bool:
-        """Whether a later call of known sizes may have to be checked."""
-        return self.is_often or self.smallest is None
-
-    def are_due(self, real: tuple[int, ...]) -> bool:
-        """Whether a padded call of these real sizes is to be checked; it then counts as checked."""
-        self.calls += 1
-        if self.smallest is not None:
-            is_smaller = any(size < seen for size, seen in zip(real, self.smallest, strict=True))
-            if not self.is_often or not (is_smaller or self.calls & (self.calls - 1) == 0):
-                return False
-        self.smallest = tuple(min(pair) for pair in zip(real, self.smallest or real, strict=True))
-        return True
-
-
-@dataclass(slots=True)
 class AutoCall:
     """The decision about all calls of the same real sizes: their key, inputs and cuts."""
 
@@ -90,11 +67,15 @@ class AutoCall:
     written: tuple[PaddedInput, ...] = ()  #: those of ``inputs`` that the graph writes to
     numbers: tuple[tuple[int, int], ...] = ()  #: (position, value) of the int arguments that depend on the key's sizes
     cuts: OutputCuts | None = None  #: None if nothing is padded, and the wrapper stages the inputs
-    checks: KeyChecks | None = None  #: None if these calls have no padding, or it is never checked at run time
     #: {address of the first static input: its replay}, one for each instance of a module that shares the callable
     known: dict[int, KnownReplay] = field(default_factory=dict)
     size: RecurringSize | None = None  #: counts these calls for a graph of their own; None if they never get one
     own: AutoCall | None = None  #: the same over the graph of their own size; None before there is one
+
+    @property
+    def needs_check(self) -> bool:
+        """Whether these calls have padding, and no padded call of their key was checked."""
+        return not self.key.is_checked and self.num_padded != self.num_real
 
     def count(self) -> None:
         """Count a call that has run over a graph."""
@@ -189,7 +170,6 @@ class AutoDispatcher:
         self._may_share = tuple(dict.fromkeys((*rules.dynamic, *rules.written)))
         self._watches_memory = bool(rules.padded) and bool(rules.written) and len(self._may_share) > 1
         self._memory = PaddedMemory[int]()
-        self._checks: dict[BatchDescriptor, KeyChecks] = {}
         self._calls: dict[tuple[Any, ...], AutoCall] = {}
         self._new = threading.Lock()  # makes calls: two buffers of one key would be two graphs
         self._own: ExactGraphs | None = None
@@ -343,7 +323,6 @@ class AutoDispatcher:
             self._runtime.ledger.note(problem, at=self._name, is_problem=True)
         self._own = None
         self._memory.clear()
-        self._checks.clear()
         self._calls.clear()
         self.rules.keys.forget()
 
@@ -430,9 +409,6 @@ class AutoDispatcher:
                 return self._as_is(real, f"no dense buffer has the strides of {found.name}", remedy)
             inputs, numbers = found
             strides = {e: args[p] for p, e in self.rules.sizes.numbers.items() if getattr(e, "is_Symbol", False)}
-            checks = None
-            if key.sizes != real and self.rules.checks != "never":
-                checks = self._checks.setdefault(key.descriptor, KeyChecks(self.rules.checks == "often"))
             counts, exact = self._counts(key), self._exact_graphs(args)
             size = None if exact is None else exact.record(key, real, counts)
             return AutoCall(
@@ -446,22 +422,8 @@ class AutoDispatcher:
                 written=tuple(padded for padded in inputs.all if padded.is_written),
                 numbers=numbers,
                 cuts=self.rules.outputs.cuts({**strides, **self.rules.sizes.named(real)}),
-                checks=checks,
                 size=size,
             )
-
-    def amounts(self, call: AutoCall, args: Sequence[Any]) -> list[AutoCall]:
-        """``call``; before it, the call with at most half of its padding, if the graph admits that. They share buffers.
-
-        Larger sizes than the key's are never tried: an index into a table could lie beyond its end.
-        """
-        for share in (4, 3, 2):
-            sizes = tuple(real + (size - real) // share for size, real in zip(call.key.sizes, call.real, strict=True))
-            if sizes != call.real and self.rules.sizes.admits(sizes):
-                found = self._inputs(call.real, sizes, args)
-                if not isinstance(found, InputLayout):
-                    return [replace(call, inputs=found[0], numbers=found[1]), call]
-        return [call]
 
     def _inputs(
         self, real: Sequence[int], sizes: Sequence[int], args: Sequence[Any]

@@ -14,7 +14,7 @@ from cgpass.appended import AppendedInputs
 from cgpass.auto import AutoCall, AutoDispatcher, KnownReplay
 from cgpass.keyrules import AutoRules
 from cgpass.nograph import BUSY, CHECKED, NOT_PADDED, OTHER_INPUTS, NoGraphNowError
-from cgpass.paddingcheck import PaddedCall, check_padding
+from cgpass.paddingcheck import PaddedCall, fault_of_padding
 from cgpass.plans import ReplayPlans, wrapped_regions
 from cgpass.sizes import NamedSizes
 from graphpass.capture.outputs import clone_pool_tensors, own_objects
@@ -280,8 +280,8 @@ class GraphedCallable:
 
     def _known_replay(self, call: AutoCall, args: Sequence[Any]) -> Any:
         """What a call returns that a known FULL graph serves; None for any other call."""
-        is_checked = call.checks is not None and call.checks.are_pending()  # guard: known_replay_is_checked
-        if not self._knows_replays or is_checked or torch.is_grad_enabled():
+        # guard: known_replay_is_checked
+        if not self._knows_replays or call.needs_check or torch.is_grad_enabled():
             return None
         lease = self.runtime.lease
         anchor, generation = args[self.static[0]].data_ptr() if self.static else 0, lease.generation
@@ -386,7 +386,7 @@ class GraphedCallable:
         try:
             if call.cuts.views or call.written:  # this replay overwrites views that an earlier call returned
                 args = lease.without_stale(args, tuple(auto.rules.padded))
-            if call.checks is not None and call.checks.are_due(call.real):  # guard: padding_checked_at_run_time
+            if call.needs_check:  # guard: padding_checked_at_run_time
                 self._check(auto, call, context, args, may_capture=may_capture)
             filled = call.filled(args)
             returned = self._key_outputs(auto, call, context, filled, may_capture=may_capture)
@@ -452,7 +452,7 @@ class GraphedCallable:
             for wrapper in (self._full, *self._callees.values()):
                 if isinstance(wrapper, CUDAGraphWrapper):
                     stack.enter_context(wrapper.uncounted(call.key.descriptor))
-            found = check_padding(
+            fault, is_noisy = fault_of_padding(
                 PaddedCall(
                     call=call,
                     rules=auto.rules,
@@ -460,21 +460,20 @@ class GraphedCallable:
                     filled=filled,
                     replay=replay,
                     run_unpadded=lambda: self._flat(self._stitched(*args)),
-                    partition=self.partition,
-                    amounts=() if auto.rules.checks == "once" else auto.amounts(call, args),
-                    context=context,
                     device=self.runtime.lease.device_for(filled).device,
                 )
             )
         name = f"{self.name} {call.key.descriptor}"
-        for text, remedy in found.limits():
-            self.runtime.warn(text, remedy, at=name)
-        if found.fault is not None:
+        if is_noisy:
+            text = "replays of equal contents differ; padding was compared within their spread"
+            self.runtime.warn(text, "set torch.use_deterministic_algorithms(True) for a check by bits", at=name)
+        call.key.is_checked = fault is None
+        if fault is not None:
             auto.refute()
-            self.runtime.warn(f"{found.fault}; its calls are no longer padded", NOT_PADDED, at=name)
+            self.runtime.warn(f"{fault}; its calls are no longer padded", NOT_PADDED, at=name)
             if auto.is_strict:
                 raise MismatchError(
-                    f"{name}: {found.fault}",
+                    f"{name}: {fault}",
                     expected="real entries that do not depend on the padding",
                     found=f"others at the real sizes {call.real}",
                     remedy=NOT_PADDED,

@@ -19,7 +19,6 @@ from graphpass.ledger import Reason, Verdict
 from graphpass.options import Settings
 from graphpass.paddedinputs import PadRule
 from graphpass.regions.padding import (
-    CHECK_IF_DECLARED,
     DECLARE_MASK,
     HIDE_PADDING,
     PaddingProof,
@@ -44,15 +43,11 @@ class AutoRules:
     fills: Mapping[int, float | int | bool]  #: {position: contents of its padding} where a proof relies on it unasked
     written: tuple[int, ...]  #: positions of the tensors that the graph writes to
     dynamic: tuple[int, ...]  #: positions of the tensors that are neither parameters nor buffers
-    #: When padded calls are checked at run time: once for each key, often if the safety of the padding depends on the
-    #: contents of a call, or never.
-    checks: Literal["once", "often", "never"]
     #: What a check writes to the padding of floats: random numbers; or copies of real entries, because an operator may
     #: fail for other numbers.
     check_contents: Literal["random", "real"]
     off: Reason | None  #: why no call is captured; None if calls are captured
-    #: {key field: why} of each size that is not padded, or padded without proof and check
-    unproved: Mapping[str, Reason]
+    unproved: Mapping[str, Reason]  #: {key field: why} of each size that is not padded
 
 
 def dispatched(
@@ -72,7 +67,6 @@ def dispatched(
         _refuse_unpadded(name, verdicts)
     padded = {verdict.size.symbol for verdict in verdicts if verdict.is_padded}
     problems = {verdict.size.name: verdict.problem for verdict in verdicts if verdict.problem and off is None}
-    checks: Literal["once", "often"] = "often" if any(verdict.contents_decide for verdict in verdicts) else "once"
     positions = {
         position: settings.padding.get(parts.inputs[position].shown, fills.get(position, "repeat"))
         for position, layout in sizes.layouts.items()
@@ -97,7 +91,6 @@ def dispatched(
         fills={position: fill for position, fill in fills.items() if position in positions},
         written=parts.mutated_inputs,
         dynamic=tuple(p for p in sizes.layouts if not parts.inputs[p].is_static),
-        checks="never" if settings.padding_check == "off" else checks,
         check_contents="real" if proof.needs_real_contents else "random",  # guard: padding_index_of_floats
         off=off,
         unproved=problems,
@@ -175,18 +168,15 @@ class _Verdict:
 
     size: Size
     is_padded: bool
-    contents_decide: bool = False  #: whether the padding is safe for the contents of some calls only
-    against: Reason | None = None  #: what stands against padding; None if it is proved or checked
+    against: Reason | None = None  #: what stands against padding; None if it is proved, or not asked for
 
     @property
     def problem(self) -> Reason | None:
-        """For the report; None if the size is padded, and proved or checked."""
+        """For the report; None if nothing stands against padding."""
         if self.against is None:
             return None
-        name, why = self.size.name, self.against.why
-        if self.is_padded:
-            return Reason(f"{name} is padded without a check: {why}", "set padding_check='declared'")
-        return Reason(f"{name} is not padded, its sizes are captured unpadded: {why}", self.against.remedy)
+        why = f"{self.size.name} is not padded, its sizes are captured unpadded: {self.against.why}"
+        return Reason(why, self.against.remedy)
 
 
 def _verdicts(
@@ -198,7 +188,7 @@ def _verdicts(
     for size in sizes.sizes:
         if not size.is_of_calls:
             continue
-        verdict, obstacle = proof.verdicts[size.name], _obstacle(size, parts, proof)
+        obstacle = _obstacle(size, parts, proof)
         if not settings.pads:
             yield _Verdict(size, is_padded=False)
         elif never is not None:
@@ -206,11 +196,8 @@ def _verdicts(
         elif size.name in uncut:  # guard: sizes_from_data
             why = f"the size of output {uncut[size.name]} depends on it and on data, so it cannot be cut"
             yield _Verdict(size, is_padded=False, against=replace(obstacle, why=why))
-        elif verdict is Verdict.PROVED:
+        elif proof.verdicts[size.name] is Verdict.PROVED:
             yield _Verdict(size, is_padded=True)
-        elif size.is_declared and (verdict is Verdict.RUNTIME or settings.padding_check in ("declared", "off")):
-            unchecked = obstacle if settings.padding_check == "off" else None
-            yield _Verdict(size, is_padded=True, contents_decide=True, against=unchecked)
         else:
             yield _Verdict(size, is_padded=False, against=obstacle)
 
@@ -218,17 +205,12 @@ def _verdicts(
 def _obstacle(size: Size, parts: Partition, proof: PaddingProof) -> Reason:
     """Why no proof covers a size, and the remedy."""
     findings = [finding for finding in proof.findings if finding.field == size.name]
-    findings.sort(key=lambda finding: finding.verdict is Verdict.RUNTIME or finding.remedy == CHECK_IF_DECLARED)
+    findings.sort(key=is_by_contents)  # what no contents excuse comes first
     if not findings:
         return Reason("no proof covers it", _EXACT)
     remedy = findings[0].remedy or _EXACT
-    data_decides, by_option = all(is_by_contents(finding) for finding in findings), remedy == CHECK_IF_DECLARED
-    if data_decides and any(finding.remedy == HIDE_PADDING for finding in findings):
-        return Reason(str(findings[0]), HIDE_PADDING.replace(DECLARE_MASK, _under_mask(size, parts)))
-    if (data_decides or by_option) and not size.is_declared:
-        remedy = f"declare the dimension ({_declaration(size.name, parts)})" + f" and {remedy}" * by_option
-    if by_option or (data_decides and not size.is_declared):
-        remedy += ": it is then padded, and checked"
+    if all(map(is_by_contents, findings)) and any(finding.remedy == HIDE_PADDING for finding in findings):
+        remedy = HIDE_PADDING
     return Reason(str(findings[0]), remedy.replace(DECLARE_MASK, _under_mask(size, parts)))
 
 
@@ -242,14 +224,6 @@ def _under_mask(size: Size, parts: Partition) -> str:
         and size.symbol in map(symbolic.expression_of, given.value.shape)
     ]
     return f"under {masks[0]}, declared with padding={{{masks[0]!r}: 0}}" if masks else DECLARE_MASK
-
-
-def _declaration(field: str, parts: Partition) -> str:
-    """How a user declares the dimension of a key field that is named after an input."""
-    source, _, dim = field.removesuffix("]").rpartition("[")
-    if any(graph_input.source_name == source for graph_input in parts.inputs):
-        return f"dynamic_dims={{{source!r}: {dim}}}"
-    return "dynamic_dims of graphpass.graphed, which knows the arguments by name"
 
 
 def _refuse_unpadded(name: str, verdicts: Sequence[_Verdict]) -> None:

@@ -1,62 +1,41 @@
-"""The run-time check of padding: with other contents in the padding, all real entries must be equal bit by bit.
+"""The check at a key's first padded call: neither the padding's contents nor its presence changes a real entry.
 
 A control replay with equal contents runs first. If its results already differ (atomic additions), the comparison allows
 a multiple of that difference. Then each input without declared padding is replayed with other contents in its padding:
 floats are random numbers, small and large; integers are copies of real entries, so that indices stay valid. So are
-floats, if the model may compute an index from them.
-
-Where no proof covers a size, other contents do not suffice: declared padding has no others, copies of entries that are
-all equal change nothing, and a mean over n rows leaks only 1/n. There the graph also runs in float64, at the real sizes
-and with two amounts of padding. Other sizes round otherwise, but far below such a leak. An operator without float64
-rounds as visibly as a leak changes results; but a leak grows with the amount of padding, and rounding does not.
+floats, if the model may compute an index from them. A wrong insertion does not depend on contents, so the call is also
+compared with a run without padding, in the graph's own types.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import fx
 
 from cgpass.auto import AutoCall
 from cgpass.keyrules import AutoRules
 from cgpass.outputs import OutputCuts
 from graphpass.capture.compare import has_fractions, in_double, largest_difference
 from graphpass.capture.settings import restoring
-from graphpass.compat import operators, trees
-from graphpass.context import ForwardContext, entered
 from graphpass.errors import GraphpassError
-from graphpass.paddedinputs import PaddedInput, prefix
-from graphpass.regions.assign import Region
-from graphpass.regions.execute import value_of
-from graphpass.regions.split import Partition
+from graphpass.paddedinputs import PaddedInput
 
 _LARGE: Mapping[torch.dtype, float] = MappingProxyType({torch.float16: 1e2, torch.bfloat16: 1e2})
 _LARGE_OTHERWISE = 1e4
 _SPREADS_ALLOWED = 4.0
 _ATTEMPTS = 3
 _SEEDS = itertools.count()  # other contents in each check
-_FLOAT64_ROUNDING = 1e-8
-"""Allowed difference in float64 of real entries at padded and at real sizes, as a share of the largest."""
-_OF_OWN_ROUNDING = 1e-7
-"""The same, as a share of what the replay in the graph's own types has rounded."""
-_ROUNDING: Mapping[torch.dtype, float] = MappingProxyType({torch.float64: 1e-6, torch.float32: 1e-2})
-_ROUNDING_OTHERWISE = 5e-2
-"""The same, at most, where an operator has run in its own type."""
 _OF_ONE_RUN: Mapping[torch.dtype, float] = MappingProxyType({torch.float64: 1e-4, torch.float32: 1e-4})
 _OF_ONE_RUN_OTHERWISE = 2e-2
 """Allowed difference of real entries from a run without padding in own types, as a share of the largest that differ."""
 _Entries: TypeAlias = dict[str, torch.Tensor]
 """Real entries by name: of an output, or of a tensor that the graph has written to."""
-
-_GROWTH_ALLOWED = 1.5
-"""Of a difference by rounding, from less padding to more; that of a leak grows by twice or more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +48,6 @@ class PaddedCall:
     filled: Sequence[Any]  #: the graph's arguments at the key's sizes
     replay: Callable[[], Sequence[Any]]  #: replays with the buffers' contents; returns the flat outputs, uncut
     run_unpadded: Callable[[], Sequence[Any]]  #: runs without a graph at the real sizes; returns the flat outputs
-    partition: Partition  #: the graph, for runs in float64
-    #: the call for runs in float64; before it, one with less padding, where the graph admits a size in between. Empty
-    #: where a proof covers all sizes.
-    amounts: Sequence[AutoCall]
-    context: ForwardContext  #: what the graph's operators see, but for the mask of padded rows
     device: torch.device  #: where the graph runs
 
     def restoring(self, written: Iterable[torch.Tensor] = ()) -> AbstractContextManager[None]:
@@ -91,7 +65,7 @@ class PaddedCall:
             if magnitude is not None and padded.position not in self.rules.declared:
                 others.fill(padded, magnitude)
         with self.restoring(self.filled[p] for p in self.rules.written):  # guard: padding_check_undone
-            found = self.real_entries(self.replay())
+            found = {f"output {index}": part for index, part in self._cuts.real_parts(self.replay()).items()}
             found |= self._written({padded.position: padded.real for padded in self.call.written})
             return {name: tensor.clone() for name, tensor in found.items()}
 
@@ -102,10 +76,6 @@ class PaddedCall:
             outputs = self.run_unpadded()
             found = {f"output {index}": outputs[index] for index in self._cuts.real_parts(outputs)}
             return {name: tensor.clone() for name, tensor in (found | written).items()}
-
-    def real_entries(self, outputs: Sequence[Any]) -> _Entries:
-        """The real parts of the outputs."""
-        return {f"output {index}": part for index, part in self._cuts.real_parts(outputs).items()}
 
     @property
     def _cuts(self) -> OutputCuts:
@@ -118,63 +88,35 @@ class PaddedCall:
         return {f"written input {position}": padded.get(position, self.filled[position]) for position in order}
 
 
-@dataclass(frozen=True, slots=True)
-class PaddingCheck:
-    """What a check found."""
-
-    #: why the graph cannot be padded: real entries depend on the padding, or the model fails for other contents
-    fault: str | None
-    is_noisy: bool  #: whether two replays differ although their contents are equal
-    in_own_type: tuple[str, ...] = ()  #: the operators that have run in their own type, because they have no float64
-
-    def limits(self) -> Iterator[tuple[str, str]]:
-        """(text, remedy) of each way in which the comparison was weaker than it should be."""
-        if self.is_noisy:
-            text = "replays of equal contents differ; padding was compared within their spread"
-            yield text, "set torch.use_deterministic_algorithms(True) for a check by bits"
-        if self.in_own_type:
-            text = f"no float64 for {', '.join(self.in_own_type)}; padding was compared within their rounding"
-            has_own = any("::" in name and not operators.is_of_torch(name) for name in self.in_own_type)
-            leave_out = "leave the dimension out of dynamic_dims, which captures its sizes exactly"
-            yield (
-                text,
-                "register_padding_rule, which proves what an operator does with padding" if has_own else leave_out,
-            )
-
-
-def check_padding(call: PaddedCall) -> PaddingCheck:
-    """Repeat a call with other contents of its padding, and in float64 with other amounts; compare all real entries.
+def fault_of_padding(call: PaddedCall) -> tuple[str | None, bool]:
+    """Repeat a call with other contents of its padding and without padding; compare all real entries.
 
     Another thread may change the weights meanwhile: a fault counts if a last replay equals the first, or after the last
     attempt.
+
+    Returns:
+        why the graph cannot be padded, None if it can; and whether two replays of equal contents differ.
     """
     with call.restoring():  # random contents come from the default generator
         for _ in range(_ATTEMPTS):
             expected = call.observed(None)
-            found = _compared(call, expected)
-            if found.fault is None:
+            fault, is_noisy = _compared(call, expected)
+            if fault is None:
                 break
             last = call.observed(None)
             moved = any(largest_difference(one, last[name]) for name, one in expected.items())
             if not moved:  # guard: weights_moved
                 break
-    return found
+    return fault, is_noisy
 
 
-def _compared(call: PaddedCall, expected: _Entries) -> PaddingCheck:
+def _compared(call: PaddedCall, expected: _Entries) -> tuple[str | None, bool]:
     control = call.observed(None)
     spreads = {name: largest_difference(one, control[name]) for name, one in expected.items()}
-    is_noisy = any(spreads.values())
-    unpadded = functools.cache(call.unpadded)
-    # guard: padding_that_is_not_finite
-    fault = _fault_of_contents(call, expected, spreads) or _fault_of_infinities(expected, unpadded)
-    if fault is None and not call.amounts:
-        fault = _fault_of_sizes(expected, unpadded())
-    if fault is not None or not call.amounts:  # guard: padding_against_no_padding
-        return PaddingCheck(fault, is_noisy)
-    in_own_type: dict[str, torch.dtype] = {}
-    fault = _fault_of_amounts(call, in_own_type, expected)
-    return PaddingCheck(fault, is_noisy, tuple(sorted(in_own_type)))
+    fault = _fault_of_contents(call, expected, spreads)
+    if fault is None:
+        fault = _fault_of_sizes(expected, call.unpadded())
+    return fault, any(spreads.values())
 
 
 def _fault_of_contents(call: PaddedCall, expected: _Entries, spreads: Mapping[str, float]) -> str | None:
@@ -191,16 +133,6 @@ def _fault_of_contents(call: PaddedCall, expected: _Entries, spreads: Mapping[st
     return None
 
 
-def _fault_of_infinities(expected: _Entries, unpadded: Callable[[], _Entries]) -> str | None:
-    """NaN and infinity in a real entry may come from the padding, whatever its contents, or from the model."""
-    suspects = {name: one for name, one in expected.items() if has_fractions(one) and not bool(one.isfinite().all())}
-    for name, one in suspects.items():
-        for kind in (torch.isnan, torch.isinf):
-            if not torch.equal(kind(one), kind(unpadded()[name])):
-                return f"real entries of {name} are not finite, and differ from a run without padding"
-    return None
-
-
 def _fault_of_sizes(expected: _Entries, unpadded: _Entries) -> str | None:
     """Whether real entries differ from a run without padding by more than rounding, in the graph's own types."""
     for name, one in expected.items():
@@ -214,65 +146,6 @@ def _fault_of_sizes(expected: _Entries, unpadded: _Entries) -> str | None:
         if spread > allowed * _largest(other, one != other):  # guard: padding_against_one_run
             return f"real entries of {name} differ from a run without padding"
     return None
-
-
-def _fault_of_amounts(call: PaddedCall, in_own_type: dict[str, torch.dtype], replayed: _Entries) -> str | None:
-    """Also adds {operator: type} of the operators that ran without float64 to ``in_own_type``."""
-    regions = call.partition.regions
-    run = call.partition.bind({region.name: _Interpreter(region.graph_module, in_own_type).run for region in regions})
-    try:
-        unpadded = _in_float64(call, run, None)
-        padded = [_in_float64(call, run, amount) for amount in call.amounts]
-    except torch.AcceleratorError:
-        raise
-    except Exception as error:  # out of memory, too: what cannot be checked is not padded
-        return f"it cannot be checked in float64: {error}"
-    own_types = set(in_own_type.values())
-    rounding = min((_ROUNDING.get(dtype, _ROUNDING_OTHERWISE) for dtype in own_types), default=0.0)
-    for name, expected in unpadded.items():
-        found = [results[name] for results in padded]
-        noise = (replayed[name], found[-1])
-        if not any(_is_leak(one, expected, noise) for one in found):
-            continue
-        if not own_types or not _is_rounding(found, expected, rounding):
-            return f"real entries of {name} differ from a run without padding"
-    return None
-
-
-def _in_float64(call: PaddedCall, run: Callable[..., Any], padded: AutoCall | None) -> _Entries:
-    """The real entries of a run in float64; nothing that it reads changes."""
-    args = call.args if padded is None else padded.filled(call.args)
-    with call.restoring(), entered(call.context):
-        outputs, written = _run_wide(run, call.partition.mutated_inputs, args)
-    real = {position: prefix(tensor, call.args[position].shape) for position, tensor in written.items()}
-    return call.real_entries(outputs) | {f"written input {position}": tensor for position, tensor in real.items()}
-
-
-def _is_leak(found: torch.Tensor, expected: torch.Tensor, noise: tuple[torch.Tensor, torch.Tensor]) -> bool:
-    """Whether results in float64 differ by more than rounding; ``noise``: equal results but for the rounding of types.
-
-    Entries that agree do not count: beside a masked logit of -1e30 any leak is small. Of an entry that cancels out only
-    rounding is left, in float64 far below that of the graph's own types.
-    """
-    if any(one.shape != expected.shape for one in (found, *noise)):  # the padding's contents decide how many there are
-        return True
-    spread = largest_difference(found, expected)
-    if not spread or not has_fractions(expected):
-        return bool(spread)
-    differs = found != expected
-    if spread <= _FLOAT64_ROUNDING * _largest(expected, differs):
-        return False
-    return spread > _OF_OWN_ROUNDING * _largest(in_double(noise[0]) - in_double(noise[1]), differs)
-
-
-def _is_rounding(found: Sequence[torch.Tensor], expected: torch.Tensor, rounding: float) -> bool:
-    """Whether the differences at growing amounts of padding are as small as rounding and do not grow with them."""
-    if len(found) < 2 or not has_fractions(expected) or any(one.shape != expected.shape for one in found):
-        return False
-    if any(largest_difference(one, expected) > rounding * _largest(expected, one != expected) for one in found):
-        return False
-    less, more = (in_double(one).sub(in_double(expected)).nan_to_num(0.0, 0.0, 0.0).norm() for one in found)
-    return bool(more <= _GROWTH_ALLOWED * less)  # guard: padding_in_own_type
 
 
 def _largest(tensor: torch.Tensor, where: torch.Tensor) -> float:
@@ -329,126 +202,3 @@ class _OtherContents:
                 index[real:] = torch.randint(real, (size - real,), generator=self._generator, device=self._device)
                 self._indices[real, size] = index  # guard: padding_integer_slices
             buffer.copy_(buffer.index_select(dim, index))
-
-
-# -- runs in float64 ---------------------------------------------------------------------------------------------------
-
-_WIDE: Mapping[torch.dtype, torch.dtype] = MappingProxyType(
-    {
-        torch.float16: torch.float64,
-        torch.bfloat16: torch.float64,
-        torch.float32: torch.float64,
-        torch.complex32: torch.complex128,
-        torch.complex64: torch.complex128,
-    }
-)
-_OWN_OPERATORS = frozenset({"graphpass::zero_padding"})
-
-
-def _run_wide(
-    run: Callable[..., Any], written: Iterable[int], args: Sequence[Any]
-) -> tuple[Sequence[Any], dict[int, torch.Tensor]]:
-    """Call ``run``, which interprets a graph in float64, on copies of the inputs at ``written``.
-
-    Returns the flat outputs, and {position: copy of a written input after the run}.
-
-    Results of another size differ there by a leak, hardly by rounding. Floating-point tensors become float64 when an
-    operator reads them, and results in narrower types are asked for in float64. So float64 copies of parameters live as
-    long as an operator needs them, intermediate results until their last use, and copies of written inputs for a whole
-    run. An operator without float64 runs in the types of the traced graph; its results become float64 after it.
-    """
-    with torch.no_grad():
-        # Written inputs share no memory, or the call would not be padded.
-        copies = {position: _wide(args[position].clone()) for position in written}  # guard: padding_float64_copies
-        outputs = trees.flatten(run(*(copies.get(position, arg) for position, arg in enumerate(args))))[0]
-    return outputs, copies
-
-
-def region_in_float64(region: Region, args: Sequence[Any]) -> list[torch.Tensor]:
-    """Run a region in float64; the tensors that it returns, then copies of its written inputs."""
-    returned, written = _run_wide(_Interpreter(region.graph_module, {}).run, sorted(region.mutated_inputs), args)
-    return [*(value for value in returned if isinstance(value, torch.Tensor)), *written.values()]
-
-
-def _wide(value: Any) -> Any:
-    """A tensor or type in float64 or complex128 where it is narrower; any other value unchanged."""
-    if isinstance(value, torch.Tensor):
-        return value.to(_WIDE[value.dtype]) if value.dtype in _WIDE else value
-    return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value
-
-
-def _narrow(value: Any, traced: Any) -> Any:
-    """``value`` with all tensors in the types of ``traced``, a value of the same structure."""
-    if isinstance(value, torch.Tensor) and isinstance(traced, torch.Tensor):
-        return value.to(traced.dtype)
-    if isinstance(value, (tuple, list)) and isinstance(traced, (tuple, list)):
-        return type(value)([_narrow(*pair) for pair in zip(value, traced, strict=True)])
-    return value
-
-
-class _NoFloat64Error(Exception):
-    """An operator depends on the type of its arguments."""
-
-
-class _InFloat64(operators.TorchDispatchMode):
-    """Gives operators float64 where they get or ask for a narrower type."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = operators.schema_name(func)
-        leaves, structure = trees.flatten((args, kwargs or {}))
-        narrow = any(isinstance(leaf, torch.Tensor) and leaf.dtype in _WIDE for leaf in leaves)
-        if not (name.startswith(("aten::", "prims::")) or name in _OWN_OPERATORS):
-            raise _NoFloat64Error(name)
-        if func is torch.ops.aten.view.dtype or (narrow and operators.is_mutable(func)):
-            raise _NoFloat64Error(name)
-        args, kwargs = trees.unflatten([_wide(leaf) for leaf in leaves], structure)
-        return trees.map_tensors(_wide, func(*args, **kwargs))
-
-
-class _Interpreter(fx.Interpreter):
-    """Runs the traced graph of one region; adds the operators without float64 to ``in_own_type``."""
-
-    def __init__(self, module: fx.GraphModule, in_own_type: dict[str, torch.dtype]) -> None:
-        super().__init__(module)
-        self._in_own_type = in_own_type
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Run one node, in float64 if it can."""
-        if n.op in ("placeholder", "get_attr", "output"):
-            return super().run_node(n)
-        try:
-            with _InFloat64():  # type: ignore[no-untyped-call]
-                return trees.map_tensors(_wide, super().run_node(n))
-        except (torch.AcceleratorError, torch.OutOfMemoryError):
-            raise
-        except Exception:
-            return self._run_in_own_type(n)
-
-    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
-        """The arguments of a node in float64, except for the graph's own result."""
-        fetched = super().fetch_args_kwargs_from_env(n)
-        return fetched if n.op == "output" else trees.map_tensors(_wide, fetched)
-
-    def _run_in_own_type(self, n: fx.Node) -> Any:
-        """Run a node on arguments in the types that they have in the traced graph."""
-        wide = {argument: self.env[argument] for argument in n.all_input_nodes}
-        narrow = {argument: _narrow(value, value_of(argument)) for argument, value in wide.items()}
-        args, kwargs = fx.map_arg((n.args, n.kwargs), narrow.__getitem__)
-        result = getattr(self, n.op)(n.target, args, kwargs)
-        pairs = [
-            (one, other)
-            for argument in wide
-            for one, other in zip(*(trees.flatten(each[argument])[0] for each in (wide, narrow)), strict=True)
-            if isinstance(one, torch.Tensor) and one is not other
-        ]
-        for one, other in pairs:
-            is_kept = other == one.to(other.dtype)
-            if not bool(is_kept.all()):  # the operator wrote to it
-                one.copy_(torch.where(is_kept, one, other))
-        made = [leaf for leaf in trees.flatten(result)[0] if isinstance(leaf, torch.Tensor)]
-        types = {tensor.dtype for tensor in (*made, *(other for _, other in pairs)) if tensor.is_floating_point()}
-        if types:
-            name = operators.operator_name(n.target) or getattr(n.target, "__name__", None)
-            self._in_own_type[name or str(n.target)] = max(types, key=lambda dtype: torch.finfo(dtype).eps)
-        originals = {id(other): one for one, other in pairs}
-        return trees.map_tensors(lambda tensor: _wide(originals.get(id(tensor), tensor)), result)

@@ -47,6 +47,7 @@ class RecurringKey:
     refusal: Reason | None = None  #: why it gets no graph; None if it may get one
     #: it is for one size that padding could serve, see ``owngraphs``; another bound holds for those
     is_exact: bool = False
+    is_checked: bool = False  #: a call that it pads was compared with other padding and with none
 
     @property
     def is_captured(self) -> bool:

@@ -31,11 +31,24 @@ from graphpass.compile import RegionCompiler, reading, traced_regions
 from graphpass.regions import AtenGraph, PaddingProof, Partition
 from graphpass.regions.floats import floats_as_tensors
 from graphpass.regions.padding import prove_partition
-from tests.bench.padding_check import bert, llama
 
 LAYERS = (12, 48)
 WIDTH, HEADS, NUM_IDS = 64, 4, 100
 ATTENTION = "torch.nn.functional.scaled_dot_product_attention"
+
+
+def bert(**sizes: int) -> nn.Module:
+    """A BERT encoder, of the base size where nothing is said."""
+    from transformers import BertConfig, BertModel
+
+    return BertModel(BertConfig(**sizes)).eval()
+
+
+def llama(**sizes: int) -> nn.Module:
+    """A Llama decoder without a cache."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(use_cache=False, **sizes)).eval()
 
 
 SIZES = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "intermediate_size": 2 * WIDTH, "vocab_size": NUM_IDS}

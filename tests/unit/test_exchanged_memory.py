@@ -149,12 +149,11 @@ def test_memory_is_exchanged_in_each_call(program: Callable[..., Any], options: 
         assert "copy_" in report
 
 
-@pytest.mark.parametrize("padding_check", ["declared", "off"])
 @pytest.mark.parametrize("program", [decay, argument, rows_kept], ids=lambda p: p.__name__)
-def test_no_size_is_padded_where_memory_is_exchanged(program: Callable[..., Any], padding_check: str) -> None:
+def test_no_size_is_padded_where_memory_is_exchanged(program: Callable[..., Any]) -> None:
     """Padded, the exchanged tensor would get padded memory, or the caller's argument none."""
     padded = {"dynamic_dims": {"x": 0}, "padding": {"x": 0.0}, "on_fallback": "silent"}
-    assert_equal(*exchanging(program, dynamic=True, padding_check=padding_check, **padded), [3, 3, 3, 5, 5, 7, 3, 5, 7])
+    assert_equal(*exchanging(program, dynamic=True, **padded), [3, 3, 3, 5, 5, 7, 3, 5, 7])
 
 
 def test_what_exchanges_no_memory_still_replays() -> None:

@@ -107,7 +107,7 @@ def test_inputs_that_are_conjugates_of_each_other_share_their_buffer(device: str
 )
 def test_padded_results_are_cut(function: Function, is_complex: bool, device: str) -> None:
     torch.compiler.reset()
-    options = {"padding_check": "off", "on_fallback": "silent", "compiler": "eager", "progress": False}
+    options = {"on_fallback": "silent", "compiler": "eager", "progress": False}
     fast = gp.graphed(function, [4, 8], {"x": 0}, **options)
     for rows in (4, 4, 3, 3, 7, 5, 5):
         x = numbers(rows, device) if is_complex else torch.randn(rows, 2, device=device)

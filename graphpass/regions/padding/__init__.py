@@ -50,7 +50,6 @@ Files, each above those that it uses: ``lowering`` (writes repairs into a graph)
 
 from graphpass.ledger import PaddingFinding, Verdict
 from graphpass.regions.padding.calls import (
-    CHECK_IF_DECLARED,
     DECLARE_MASK,
     HIDE_PADDING,
     OpCall,
@@ -68,7 +67,6 @@ from graphpass.regions.padding.table import ignores_numbers, register_padding_ru
 from graphpass.regions.padding.values import PaddedValue, is_by_contents
 
 __all__ = [
-    "CHECK_IF_DECLARED",
     "DECLARE_MASK",
     "HIDE_PADDING",
     "Asked",

@@ -23,7 +23,6 @@ from graphpass.regions.padding.values import (
     shown,
 )
 
-CHECK_IF_DECLARED = "set padding_check='declared'"
 DECLARE_MASK = "under a mask that is an argument, not one that the model computes, declared with padding={'mask': 0}"
 HIDE_PADDING = f"hide the padding from it {DECLARE_MASK}"
 MAKE_FINITE = (

@@ -14,7 +14,6 @@ import torch
 
 from graphpass.ledger import PaddingFinding, Verdict
 from graphpass.regions.padding.calls import (
-    CHECK_IF_DECLARED,
     HIDE_PADDING,
     MOVES,
     OpCall,
@@ -214,7 +213,7 @@ def _check_aligned(call: OpCall, value: PaddedValue, index: PaddedValue, dims: S
         if (not theirs and call.sizes.starts_clean(ours)) or (theirs and call.sizes.unified(ours, theirs) is not None):
             continue
         why = f"an index of factors {list(theirs)} names entries of {list(ours)}"
-        raise call.refuse(why, call.sizes.first_padded(ours, theirs), CHECK_IF_DECLARED)
+        raise call.refuse(why, call.sizes.first_padded(ours, theirs))
 
 
 def bucketize(call: OpCall) -> PaddedValue:
@@ -253,11 +252,18 @@ def drops_padding(call: OpCall, index: PaddedValue, of_dim: Factors) -> bool:
     return is_counted and all(index.pad_at(place) is Approximate.BEHIND for place in call.places(index))
 
 
-def _hide_what_is_added(call: OpCall, source: object) -> str:
-    """The remedy where entries in padding are added to what others wrote, which a check never accepts."""
-    adds = call.name in ("index_add", "scatter_add") or call.argument("accumulate") or call.argument("reduce") == "sum"
-    pads = [source.pad_at(place) for place in call.places(source)] if isinstance(source, PaddedValue) else []
-    return HIDE_PADDING if adds and not all(map(is_zero, pads)) else ""
+def _adds(call: OpCall) -> bool:
+    return (
+        call.name in ("index_add", "scatter_add") or call.argument("accumulate") or call.argument("reduce") == "sum"
+    ) is True
+
+
+def _adds_zeros(call: OpCall, source: object, of_dim: Factors) -> bool:
+    """Whether what stands in padding is added to a tensor without padding, and is zero."""
+    if not _adds(call) or call.sizes.any_padded(of_dim) or not isinstance(source, PaddedValue):
+        return False
+    pads = [source.pad_at(place) for place in call.places(source)]
+    return bool(pads) and all(map(is_zero, pads))  # guard: proof_adds_zeros
 
 
 def scatter(call: OpCall) -> PaddedValue:
@@ -271,10 +277,10 @@ def scatter(call: OpCall) -> PaddedValue:
         _check_aligned(call, source, index, range(index.rank))
     # guard: proof_scattered_by_data
     size = call.sizes.first_padded(value.factors[dim], index.factors[dim]) if value.rank else None
-    if size is None or drops_padding(call, index, value.factors[dim]):
+    if size is None or drops_padding(call, index, value.factors[dim]) or _adds_zeros(call, source, value.factors[dim]):
         return _written(call, value.factors, source)
     check_order(call, value.factors[dim])
-    what, remedy = f"data selects which entries of dimension {dim} are written", _hide_what_is_added(call, source)
+    what, remedy = f"data selects which entries of dimension {dim} are written", HIDE_PADDING if _adds(call) else ""
     return _written(call, value.factors, source, by_contents(what, size, remedy=remedy))
 
 
@@ -291,13 +297,13 @@ def index_add(call: OpCall) -> PaddedValue:
             raise call.refuse(f"a source of rows {list(source.factors[dim])} for indices {list(listed)}")
     of_dim: Factors = value.factors[dim] if value.rank else ()
     size = call.sizes.first_padded(of_dim, listed)  # guard: proof_added_by_data
-    if size is None or drops_padding(call, index, of_dim):
+    if size is None or drops_padding(call, index, of_dim) or _adds_zeros(call, source, of_dim):
         return _written(call, tuple(factors), source)
     check_order(call, of_dim)
     counting = [index] if call.name == "index_fill" and call.sizes.any_padded(of_dim) else []  # the others refuse -1
     what = f"data selects which entries of dimension {dim} are written"
     return _written(
-        call, tuple(factors), source, by_contents(what, size, *counting, remedy=_hide_what_is_added(call, source))
+        call, tuple(factors), source, by_contents(what, size, *counting, remedy=HIDE_PADDING if _adds(call) else "")
     )
 
 
@@ -328,12 +334,13 @@ def index_put(call: OpCall) -> PaddedValue:
         for size in value.factors[dim]
     ]
     size = call.sizes.first_padded(tuple(at_fault))  # guard: proof_put_by_data
-    if size is None:
+    is_aligned, flat = values.factors == target.factors, tuple(size for dim in hit for size in value.factors[dim])
+    if size is None or (is_aligned and _adds_zeros(call, values, flat)):
         return _written(call, value.factors, values)
     for dim in hit:
         check_order(call, value.factors[dim])
     counting = [index for dim, index in hit.items() if call.sizes.any_padded(value.factors[dim])]
-    remedy = _hide_what_is_added(call, values)
+    remedy = HIDE_PADDING if _adds(call) else ""
     return _written(
         call,
         value.factors,
@@ -490,7 +497,7 @@ def reads_outside(call: OpCall) -> PaddingReason | None:
             size = index.factors[dim][at]
             if not _exists(index.pad_at((dim, at)), of_dim):
                 why = f"its padding may index beyond the {product(of_dim)} entries"
-                return PaddingReason(why, size=size, remedy=CHECK_IF_DECLARED)
+                return PaddingReason(why, size=size)
     return None
 
 

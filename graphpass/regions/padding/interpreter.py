@@ -13,7 +13,6 @@ from graphpass.compat import operators, symbolic
 from graphpass.ledger import PaddingFinding
 from graphpass.regions.padding.attending import infinities_of
 from graphpass.regions.padding.calls import (
-    CHECK_IF_DECLARED,
     REGISTER_RULE,
     OpCall,
     PaddingReason,
@@ -262,7 +261,7 @@ class Walk:
         if not touched and (rule is None or (tensors and all(value.constant is None for value in tensors))):
             return self._fresh(call, wanted)
         if rule is None:
-            remedy = CHECK_IF_DECLARED if operators.is_of_torch(node.op) else REGISTER_RULE
+            remedy = "" if operators.is_of_torch(node.op) else REGISTER_RULE
             # guard: proof_operators_without_a_rule
             return self._fresh(call, wanted, PaddingReason("it has no padding rule", remedy=remedy))
         try:

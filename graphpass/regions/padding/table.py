@@ -34,6 +34,7 @@ _KEEPS: list[tuple[PaddingRule, str]] = [
     (
         pointwise.entry_by_entry,
         "where masked_fill floor_divide logical_and logical_or logical_xor logical_not clamp polar complex leaky_relu"
+        " _conj _neg_view"
         " | abs acos acosh asin asinh atan atan2 atanh add"
         " bitwise_and bitwise_not bitwise_or bitwise_xor ceil cos cosh"
         " div eq erf erfc exp exp2 expm1 floor fmax"

@@ -1,4 +1,4 @@
-"""Programs over a padded number of rows: some whose results depend on the padding by about 1/n, some that do not."""
+"""Programs over a padded number of rows: some whose results depend on their number, some with masks or row by row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import nn
 import graphpass as gp
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float64: 1e-10}
-BOTH = ("mean pooling", "mean")
 Make = Callable[[int, torch.dtype], tuple[torch.Tensor, ...]]
 
 
@@ -30,9 +29,7 @@ class Program:
 
     function: Callable[[torch.dtype], Callable[..., Any]]
     arguments: Make
-    options: Mapping[str, Any] = field(
-        default_factory=lambda: {"dynamic_dims": {"x": 0}, "padding": {"x": 0.0}, "padding_check": "declared"}
-    )
+    options: Mapping[str, Any] = field(default_factory=lambda: {"dynamic_dims": {"x": 0}, "padding": {"x": 0.0}})
 
 
 def matrix(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -53,11 +50,6 @@ def module(make: Callable[[], nn.Module], arguments: Make = matrix, *, training:
     return Program(lambda dtype: Called(make().to(dtype).train(training)), arguments)
 
 
-def turned(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """Equal to ``x``, but a proof does not see that padding is at the end again."""
-    return x.flip(dim).flip(dim)
-
-
 class Called(nn.Module):
     """Names a module's input."""
 
@@ -66,7 +58,7 @@ class Called(nn.Module):
         self.inner = inner
 
     def forward(self, x: torch.Tensor) -> Any:
-        return self.inner(turned(x))
+        return self.inner(x)
 
 
 GRAPH = MappingProxyType({"dynamic_dims": {"x": 0, "batch": 0}, "padding": {"x": 0.0, "batch": 0}})
@@ -148,7 +140,6 @@ class Positions(nn.Module):
         self.from_ids = from_ids
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        mask = turned(mask, 1)
         seen = ids.ne(1).long() if self.from_ids else mask
         x = self.words(ids) + self.positions(seen.cumsum(1) * seen)
         return (x * mask[:, :, None].to(x.dtype)).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
@@ -170,7 +161,7 @@ def masked_rows(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
 
 
 def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return (x * turned(mask)[:, None]).sum(0) / mask.sum().clamp(min=1)
+    return (x * mask[:, None]).sum(0) / mask.sum().clamp(min=1)
 
 
 def masked_spread(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -179,7 +170,7 @@ def masked_spread(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def masked_attention(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    seen, x = turned(mask > 0)[None, None], x[None, None]
+    seen, x = (mask > 0)[None, None], x[None, None]
     return F.scaled_dot_product_attention(x, x, x, attn_mask=seen)
 
 
@@ -195,16 +186,12 @@ def messages(nodes: torch.Tensor, source: torch.Tensor, target: torch.Tensor) ->
 
 def written(x: torch.Tensor) -> torch.Tensor:
     x.mul_(2)
-    return turned(x) + 1
+    return x + 1
 
 
 TRASH = MappingProxyType({**GRAPH, "padding": {"x": 0.0, "batch": NUM_GRAPHS}})
-MASKED = MappingProxyType(
-    {"dynamic_dims": {"x": 0, "mask": 0}, "padding": {"x": 0.0, "mask": 0.0}, "padding_check": "declared"}
-)
-TEXT = MappingProxyType(
-    {"dynamic_dims": {"ids": 1, "mask": 1}, "padding": {"ids": 1, "mask": 0}, "padding_check": "declared"}
-)
+MASKED = MappingProxyType({"dynamic_dims": {"x": 0, "mask": 0}, "padding": {"x": 0.0, "mask": 0.0}})
+TEXT = MappingProxyType({"dynamic_dims": {"ids": 1, "mask": 1}, "padding": {"ids": 1, "mask": 0}})
 EDGES = MappingProxyType({"dynamic_dims": {"source": 0, "target": 0}, "padding": {"source": 10, "target": 10}})
 
 
@@ -222,25 +209,25 @@ RIGHT: Mapping[str, Program] = {
     "masked spread": Program(lambda dtype: masked_spread, masked_rows, MASKED),
     "masked attention": Program(lambda dtype: masked_attention, masked_rows, MASKED),
     "masked maximum": Program(
-        lambda dtype: lambda x, mask: x.masked_fill(turned(mask)[:, None] == 0, float("-inf")).amax(0),
+        lambda dtype: lambda x, mask: x.masked_fill(mask[:, None] == 0, float("-inf")).amax(0),
         masked_rows,
         MASKED,
     ),
-    "not a number in a row": Program(lambda dtype: lambda x, mask: turned(x) / mask[:, None], masked_rows, MASKED),
-    "count": Program(lambda dtype: lambda x, mask: mask.sum().long() + turned(x).long(), masked_rows, MASKED),
-    "softmax of each row": of(lambda x: turned(x).softmax(1)),
+    "not a number in a row": Program(lambda dtype: lambda x, mask: x / mask[:, None], masked_rows, MASKED),
+    "count": Program(lambda dtype: lambda x, mask: mask.sum().long() + x.long(), masked_rows, MASKED),
+    "softmax of each row": of(lambda x: x.softmax(1)),
     "layer norm of each row": module(lambda: nn.LayerNorm(8)),
-    "mean of each row": of(lambda x: turned(x).mean(1)),
+    "mean of each row": of(lambda x: x.mean(1)),
     "multilayer perceptron": module(lambda: nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))),
     "convolution of each row": module(lambda: nn.Conv1d(2, 3, 3, padding=1), signals),
     "batch norm in eval": module(lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))),
-    "argmax of each row": of(lambda x: turned(x).argmax(1)),
-    "sorted rows": of(lambda x: turned(x).sort(1)[0]),
-    "top of each row": of(lambda x: turned(x).topk(3, 1)),
-    "cumulative sum": of(lambda x: turned(x).cumsum(0)),
-    "cumulative mean": of(lambda x: turned(x).cumsum(0) / torch.arange(1, x.shape[0] + 1, device=x.device)[:, None]),
+    "argmax of each row": of(lambda x: x.argmax(1)),
+    "sorted rows": of(lambda x: x.sort(1)[0]),
+    "top of each row": of(lambda x: x.topk(3, 1)),
+    "cumulative sum": of(lambda x: x.cumsum(0)),
+    "cumulative mean": of(lambda x: x.cumsum(0) / torch.arange(1, x.shape[0] + 1, device=x.device)[:, None]),
     "written": of(written),
-    "a sum": of(lambda x: turned(x).sum(0)),
+    "a sum": of(lambda x: x.sum(0)),
 }
 
 

@@ -181,11 +181,10 @@ def whole_graphs() -> Iterator[None]:
 
 @pytest.mark.usefixtures("whole_graphs")
 @COMPILERS
-@pytest.mark.parametrize("check", ["prove", "declared"])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_results_of_ragged_sizes_are_those_of_eager(compiled: Make, name: str, check: str, compiler: str) -> None:
+def test_results_of_ragged_sizes_are_those_of_eager(compiled: Make, name: str, compiler: str) -> None:
     program, is_padded = PROGRAMS[name]
-    options: dict[str, Any] = {"compiler": compiler, "padding_check": check, "dynamic_dims": {"x": {1: "length"}}}
+    options: dict[str, Any] = {"compiler": compiler, "dynamic_dims": {"x": {1: "length"}}}
     fast = compiled(program, dynamic=True, fullgraph=True, on_fallback="silent", **options)
     generator = torch.Generator().manual_seed(0)
     for rows, length in CALLS:
@@ -196,7 +195,6 @@ def test_results_of_ragged_sizes_are_those_of_eager(compiled: Make, name: str, c
         got = Observed.of(results=fast(x, n), x=x, n=n)
         assert got.difference(want) is None, f"{rows} rows of {length}"
     (record,) = fast.rt.callables()
-    if check == "prove":
-        assert fast.padded_sizes["length"] == is_padded
+    assert fast.padded_sizes["length"] == is_padded
     is_captured = any(region.kind == "captured" for region in record.regions)
     assert is_captured == (fast.rt.stats().replayed > 0)

@@ -11,6 +11,7 @@ from torch import nn
 
 import cgpass.callable
 from cgpass.callable import GraphedCallable
+from cgpass.paddingcheck import PaddedCall
 from graphpass.capture.replay import EntryTable
 from graphpass.compat import memory
 from graphpass.paddedinputs import PaddedArguments, PaddedInput, dense_strides
@@ -105,13 +106,18 @@ def test_instances_that_share_a_callable_have_each_their_replay(lookups: list[in
     assert not lookups
 
 
-def test_padding_that_contents_decide_is_checked_again(compiled: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An index names rows: its contents decide, so that padded calls 1, 2, 4 and 8 are checked."""
-    checked, check = list[int](), cgpass.callable.check_padding
-    monkeypatch.setattr(cgpass.callable, "check_padding", lambda call: checked.append(1) or check(call))
-    fast = compiled(lambda x, index: x.index_select(0, index), dynamic=True, dynamic_dims={"x": 0}, capture_sizes=[8])
-    fast.serve([(torch.randn(5, 4), torch.tensor([0, 4, 2]))] * 9)
-    assert len(checked) == 4
+def test_padding_is_checked_once_a_key(compiled: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of the key's own size have nothing to check, and the first padded one is, although its graph is known."""
+    checked, check = list[int](), cgpass.callable.fault_of_padding
+
+    def noted(call: PaddedCall) -> Any:
+        checked.append(next(len(arg) for arg in call.args if isinstance(arg, torch.Tensor)))
+        return check(call)
+
+    monkeypatch.setattr(cgpass.callable, "fault_of_padding", noted)
+    fast = compiled(lambda x: x.relu(), dynamic=True, capture_sizes=[4, 8])
+    fast.serve([8, 8, 8, 5, 6, 5, 5, 3, 3, 4])
+    assert checked == [5, 3]
 
 
 @pytest.mark.parametrize("rule", ["repeat", 0, 7])

@@ -97,7 +97,7 @@ def test_zeros_are_there_that_are_asked_for(compiled: Make) -> None:
     def poison(real: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         return F.pad(real, (0, 0, 0, shape[1] - real.shape[1], 0, shape[0] - real.shape[0]), value=contents[-1])
 
-    declared = {"padding": {"x": poison, "mask": False}, "padding_check": "declared", "dynamic_dims": {}}
+    declared = {"padding": {"x": poison, "mask": False}, "dynamic_dims": {}}
     dims = {name: {0: "rows", 1: "length"} for name in ("x", "mask")}
     fast = made(
         compiled, model, **{**declared, "dynamic_dims": dims}, splitting_ops=["aten::scaled_dot_product_attention"]

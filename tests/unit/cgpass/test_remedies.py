@@ -126,37 +126,11 @@ def of_lstm(forward: Callable[..., Any]) -> Remedy:
     )
 
 
-def counted(self: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Learned positions that are counted from a mask, as in XLM-RoBERTa."""
-    return (self.words(ids) + self.places(mask.cumsum(1) + 1)) * mask[..., None]
-
-
-def of_positions(options: dict[str, Any], dims: dict[str, Any], remedy: str, absent: str = "") -> Remedy:
-    return Remedy(
-        module(counted, words=nn.Embedding(50, 6), places=nn.Embedding(33, 6)).eval(),
-        [(torch.randint(50, (2, n)), torch.ones(2, n, dtype=torch.int64)) for n in (5, 6, 7)],
-        "ids[1] is not padded",
-        remedy,
-        {"dynamic": True, **options},
-        remedied_options={"padding_check": "declared", **dims},
-        num_keys=2,
-        absent=absent,
-    )
-
-
 def spread(x: torch.Tensor, **given: Any) -> torch.Tensor:
     return torch.repeat_interleave(x, torch.tensor([1, 2, 3]), dim=0, **given) * 2
 
 
 REMEDIES: dict[str, Remedy] = {
-    # Dynamo gives the sizes of both inputs a symbol each; one declaration is for both.
-    "the dimension that is named is declared alone": Remedy(
-        module(lambda self, x, ids: self.layer(x)[ids.abs() % 3], layer=nn.Linear(6, 6)).eval(),
-        [(torch.randn(n, 6), torch.randint(0, n, (n,))) for n in (5, 6, 7)],
-        "is not padded",
-        "dynamic_dims={'ids': 0}",
-        remedied_options={"dynamic_dims": {"ids": 0}},
-    ),
     "a mean is computed from sums under a mask": Remedy(
         centred,
         [(torch.randn(n, 6), torch.ones(n)) for n in (5, 6, 7)],
@@ -179,12 +153,6 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "Dynamo is told to trace an LSTM in one line": of_lstm(in_one_line),
     "Dynamo is told to trace an LSTM in lines": of_lstm(in_lines),
-    "counted positions are padded with a check": of_positions(
-        {"padding": {"mask": 0}}, {}, "padding_check='declared'", absent="dynamic_dims={'ids': 1}"
-    ),
-    "counted positions are declared, and padded with a check": of_positions(
-        {}, {"dynamic_dims": {"ids": 1}}, "padding_check='declared' … dynamic_dims={'ids': 1}"
-    ),
     "an op is listed as the error prints it": Remedy(
         lambda x: host(x + 1),
         rows(5, 5),
@@ -313,15 +281,6 @@ def test_a_capture_scope_captures_under_auto_dispatch(caplog: pytest.LogCaptureF
         fast.serve([4])
     assert fast.captured == 1
     assert warned(caplog) == []
-
-
-def test_a_capture_scope_survives_padding_that_the_check_refutes(compiled: Make) -> None:
-    fast = compiled(lambda x: x - x.mean(0), dynamic=True, dynamic_dims={"x": 0}, padding_check="declared")
-    fast(torch.randn(5, 6))
-    with fast.rt.capturing():
-        fast.serve([5])
-    assert "no longer padded" in fast.problem("depend on the padding").what
-    assert fast.serve((5, 5), passes=3) == 2
 
 
 def test_precapture_after_a_weight_was_replaced(compiled: Make, caplog: pytest.LogCaptureFixture) -> None:

@@ -113,19 +113,6 @@ SITUATIONS: dict[str, Situation] = {
         "is not padded",
         "register_padding_rule",
     ),
-    "gathered": Situation(
-        lambda x, index: x[index],
-        lambda fast: [fast(rows(num), torch.tensor([1, 0, 2])) for num in (4, 5, 4)],
-        "is not padded",
-        "declare the dimension (dynamic_dims={'x': 0})",
-    ),
-    "padded without a check": Situation(
-        centred,
-        (5, 5, 7),
-        "is padded without a check",
-        "padding_check='declared'",
-        {**DECLARED, "padding_check": "off"},
-    ),
     "too many keys": Situation(
         centred, (4, 4, 4, 5, 5, 6, 6), "keys have graphs already", "raise max_graphs", {"max_graphs": 1}
     ),
