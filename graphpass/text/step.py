@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from graphpass.text.lora import ORDER, SLOTS, LoraAdapters
-from graphpass.text.paged.tables import pinned_memory
+from graphpass.text.paged.metadata import pinned_memory
 from graphpass.text.scheduler import Ints, StepPlan
 
 

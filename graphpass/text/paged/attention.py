@@ -32,8 +32,8 @@ from graphpass.text.paged.kernels import (
     kernels_of,
     write_fault,
 )
+from graphpass.text.paged.metadata import NewTensor, PagedMetadata, Step, TableLayout, check_fits, pinned_memory
 from graphpass.text.paged.op import PAGED_ATTENTION
-from graphpass.text.paged.tables import NewTensor, PagedMetadata, Step, TableLayout, check_fits, pinned_memory
 
 _OfKey = tuple[npt.NDArray[np.int32], dict[str, npt.NDArray[Any]], torch.Tensor, PagedMetadata]
 """Of a FULL key: its tables on the host, flat and by name, the flat tables on the device, and the metadata."""

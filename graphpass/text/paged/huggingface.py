@@ -21,8 +21,8 @@ from graphpass.errors import GraphpassError, OptionError
 from graphpass.ops import by_token, refuse_unserved, register_attention
 from graphpass.text.model import restored_on_error
 from graphpass.text.paged.cache import LayerMask, PagedLayer, PositionScale
+from graphpass.text.paged.metadata import AttentionCall, PagedStep
 from graphpass.text.paged.op import GIVE_BACK, NO_WINDOW
-from graphpass.text.paged.tables import AttentionCall, PagedStep
 
 HUGGING_FACE_NAME = "graphpass_paged"
 _HARMLESS = (

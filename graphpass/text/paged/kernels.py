@@ -26,14 +26,14 @@ from graphpass.compat import operators
 from graphpass.ops import kernel_fault
 from graphpass.report import KernelUse
 from graphpass.text.paged.cache import LayerMask, LayerMemory, PagedKVCache, PagedLayer
-from graphpass.text.paged.tables import AttentionCall, NewTensor, PagedMetadata
+from graphpass.text.paged.metadata import AttentionCall, NewTensor, PagedMetadata
 
 # -- ways to the keys --------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False, kw_only=True)
 class BatchedKeys(PagedMetadata):
-    """The keys of each request in a separate row, padded to the longest length."""
+    """Gathers the keys of each request into a row, padded to the longest length."""
 
     #: slots of keys, and of values in the same layer's memory, int64 [2, requests, length]; the null page's first slot
     #: for positions not reached
@@ -98,7 +98,7 @@ class BatchedKeys(PagedMetadata):
 
 @dataclass(eq=False, kw_only=True)
 class FlashKeys(PagedMetadata):
-    """The keys of each request, copied or in their page, as flash attention reads them; for plain scores alone."""
+    """Flash attention over the keys of each request, copied or in their page; for plain scores only."""
 
     #: slots of the keys to copy, and of their values in the same layer's memory, int64 [2, keys]; None: each request's
     #: keys are read in place, from its one page

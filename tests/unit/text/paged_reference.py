@@ -14,7 +14,7 @@ from graphpass import BatchDescriptor
 from graphpass.compat import operators
 from graphpass.text import LayerMask, PageAllocator, PagedAttention, PagedKVCache, PagedLayer, PagedRequests
 from graphpass.text.paged import attention, kernels
-from graphpass.text.paged.tables import PagedMetadata
+from graphpass.text.paged.metadata import PagedMetadata
 
 TOLERANCE = {
     ("cpu", torch.float32): {"rtol": 1e-4, "atol": 1e-5},

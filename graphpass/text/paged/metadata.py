@@ -1,4 +1,4 @@
-"""A step's tables over a paged KV cache, such as the slots that its keys and values are written to, and its metadata.
+"""The metadata of a step over a paged KV cache, which the op reads: tables, such as the slots of its keys and values.
 
 Tables are filled on the host and copied to the device. A slot is a position in a layer's cache, ``page * page_size +
 offset``.
@@ -240,7 +240,7 @@ def check_fits(step: Step, *, num_reqs: int, num_tokens: int, max_seq_len: int) 
             )
 
 
-# -- the metadata that the op reads ------------------------------------------------------------------------------------
+# -- what the op calls and reads ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
