@@ -250,6 +250,13 @@ def new_symbol(shape_env: Any, name: str, lowest: int | None, highest: int | Non
     return shape_env.create_symbol(hint, ConstantSource(name), DimDynamic.DYNAMIC, bounds, positive=None)
 
 
+def floor_div(size: Any, divisor: Any) -> Any:
+    """The quotient of two expressions, rounded down, as torch writes it."""
+    from torch.utils._sympy.functions import FloorDiv
+
+    return FloorDiv(sympy.sympify(size), sympy.sympify(divisor))
+
+
 def size_of(shape_env: Any, expression: Any, symbols: Mapping[sympy.Symbol, Any]) -> Any:
     """``expression`` with its symbols replaced by ``symbols`` of ``shape_env``, as a SymInt; an int unchanged."""
     if not isinstance(expression, sympy.Basic):

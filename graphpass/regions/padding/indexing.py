@@ -428,7 +428,7 @@ def _is_nonnegative(value: Any) -> bool:
 # --- bounds: index tensors stay in bounds in their padding, so that no kernel reads outside of its tensor
 # Note [Contents of padding] says which indices need a check.
 
-_COUNTS = words("arange iota linspace")
+_COUNTS = words("arange iota linspace real_size")
 _RUNNING = words("cumsum cumprod logcumsumexp cummax cummin")
 _BY_POSITION = words("index _unsafe_index index_put _unsafe_index_put _unsafe_masked_index")
 _ALONG_DIM = words(

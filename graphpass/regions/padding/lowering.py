@@ -14,7 +14,7 @@ from torch import fx
 from graphpass.compat import operators, symbolic
 from graphpass.regions.padding.indexing import WRITES
 from graphpass.regions.padding.making import Made, base_name
-from graphpass.regions.padding.neutral import NEUTRAL, REAL_INDEX, REAL_SIZE
+from graphpass.regions.padding.neutral import INDEX, NEUTRAL, REAL_INDEX, REAL_SIZE
 from graphpass.regions.padding.program import AtenGraph, AtenNode, Ref
 from graphpass.regions.padding.values import Size, operator_named
 
@@ -63,9 +63,22 @@ def _is_behind(graph: AtenGraph, index: Ref) -> bool:
     return at >= 0 and isinstance(dict(graph.nodes[at].arguments).get("fill"), sympy.Basic)
 
 
-def _operands(size: sympy.Basic) -> Sequence[Any]:
-    """The terms or factors of an expression, those of a power one by one; or what is divided, and by what."""
-    return [size.args[0]] * int(size.args[1]) if isinstance(size, sympy.Pow) else size.args
+def _parts(size: sympy.Basic) -> tuple[Any, Any, Sequence[Any]]:
+    """How tensors and how numbers are combined in an expression, and its parts, those of a power one by one."""
+    name = "Mul" if isinstance(size, sympy.Pow) else type(size).__name__
+    parts = [size.args[0]] * int(size.args[1]) if isinstance(size, sympy.Pow) else size.args
+    return *_ARITHMETIC[name], parts
+
+
+_ARITHMETIC: Mapping[str, tuple[Any, Any]] = {
+    "Add": (aten.add.Tensor, operator.add),
+    "Mul": (aten.mul.Tensor, operator.mul),
+    "Max": (aten.maximum.default, torch.sym_max),
+    "Min": (aten.minimum.default, torch.sym_min),
+    "Abs": (aten.abs.default, operator.abs),
+    "FloorDiv": (aten.div.Tensor_mode, operator.floordiv),
+    **dict.fromkeys(("Mod", "PythonMod"), (aten.remainder.Tensor, operator.mod)),
+}
 
 
 class _Writer:
@@ -85,6 +98,7 @@ class _Writer:
         self._last = _placeholders(graph_module)[-1]  # of the placeholders and what is computed from them alone
         self._before = self._graph.output_node()
         self._real = functools.cache(self._real_value)
+        self._along = functools.cache(self._index_along)
         self._padded = functools.cache(self._padded_value)
         self._is_real = functools.cache(self._is_real_index)
         self._filling = functools.lru_cache(typed=True)(self._number)
@@ -193,9 +207,7 @@ class _Writer:
         if node.op == NEUTRAL:
             return self._neutral(arguments)
         if node.op == REAL_SIZE:
-            shape: Any = node.result
-            number = self.call(prims.convert_element_type.default, self._real(arguments["size"]), shape.dtype)
-            return self._places_from(number, *shape.sizes) if shape.sizes else number
+            return self._of_entries(arguments["size"], node.result)
         if node.op == REAL_INDEX:
             wraps, is_longer = arguments["wraps"], arguments["is_longer"]
             return self._index(self._value(arguments["self"]), arguments["size"], wraps=wraps, is_longer=is_longer)
@@ -234,12 +246,22 @@ class _Writer:
         index = self._at_the_start(prims.iota.default, self._padded(size), **options)
         return self._at_the_start(aten.lt.Tensor, index, self._real(size))
 
-    def _places_from(self, first: fx.Node, length: int) -> fx.Node:
-        """``length`` indices from ``first`` on."""
-        steps = self.call(
-            prims.iota.default, length, start=0, step=1, dtype=torch.int64, device=self._device, requires_grad=False
-        )
-        return self.call(aten.add.Tensor, steps, first)
+    def _of_entries(self, size: Size, shape: Any) -> fx.Node:
+        """The real value of an expression for each entry of a tensor."""
+        number = self._real(size, shape.sizes)
+        if number.meta["val"].dim() < len(shape.sizes) or len(self._indices_in(size)) < len(shape.sizes):
+            number = self.call(aten.expand.default, number, list(map(self._padded, shape.sizes)))
+        return self.call(prims.convert_element_type.default, number, shape.dtype)
+
+    def _indices_in(self, size: Size) -> set[Any]:
+        return set(INDEX) & size.free_symbols if isinstance(size, sympy.Basic) else set()
+
+    def _index_along(self, length: Size, num_dims: int) -> fx.Node:
+        """The index of each entry along a dimension; with dimensions of 1 behind."""
+        if num_dims:
+            return self._at_the_start(aten.unsqueeze.default, self._along(length, num_dims - 1), -1)
+        options = {"start": 0, "step": 1, "dtype": torch.int64, "device": self._device, "requires_grad": False}
+        return self._at_the_start(prims.iota.default, self._padded(length), **options)
 
     def _spread(self, size: Size, inner: Size, value: fx.Node, dim: int) -> fx.Node:
         """Whether the index along one factor is real, for the entries of a dimension; with dimensions of 1 behind."""
@@ -274,19 +296,23 @@ class _Writer:
 
     # --- sizes
 
-    def _real_value(self, size: Size) -> Any:
-        """The real value of an expression, as an int32 tensor without dimensions."""
+    def _real_value(self, size: Size, shape: tuple[Size, ...] = ()) -> Any:
+        """The real value of an expression, as an int32 tensor without dimensions; int64 with those of the indices."""
         if isinstance(size, (int, sympy.Integer)):
             return self._number(int(size), torch.int32)
+        if size in INDEX:
+            return self._along(shape[INDEX.index(size)], len(shape) - 1 - INDEX.index(size))
         if isinstance(size, sympy.Symbol):
             return self._at_the_start(aten.select.int, self._vector, 0, self._entries[size])
-        parts = _operands(size)
-        if not isinstance(size, (sympy.Add, sympy.Mul, sympy.Pow)):
-            return self._at_the_start(
-                aten.div.Tensor_mode, self._real(parts[0]), self._real(parts[1]), rounding_mode="floor"
-            )
-        op = aten.add.Tensor if isinstance(size, sympy.Add) else aten.mul.Tensor
-        return functools.reduce(lambda one, other: self._at_the_start(op, one, other), map(self._real, parts))
+        op, _, parts = _parts(size)
+        values = [self._real(part, shape if self._indices_in(part) else ()) for part in parts]
+        if op is aten.abs.default:
+            return self._at_the_start(op, *values)
+        if op in (aten.div.Tensor_mode, aten.remainder.Tensor):
+            options = {"rounding_mode": "floor"} if op is aten.div.Tensor_mode else {}
+            divisor = self._at_the_start(aten.clamp_min.default, values[1], 1)
+            return self._at_the_start(op, values[0], divisor, **options)
+        return functools.reduce(lambda one, other: self._at_the_start(op, one, other), values)
 
     def _padded_value(self, size: Size) -> Any:
         """The value of an expression at the graph's own sizes: a number, or the node of one."""
@@ -294,11 +320,11 @@ class _Writer:
             return int(size)
         if isinstance(size, sympy.Symbol):
             return self._symbol(size)
-        parts = _operands(size)
-        if isinstance(size, (sympy.Add, sympy.Mul, sympy.Pow)):
-            op = operator.add if isinstance(size, sympy.Add) else operator.mul
-            return functools.reduce(lambda one, other: self._at_the_start(op, one, other), map(self._padded, parts))
-        return self._at_the_start(operator.floordiv, self._padded(parts[0]), self._padded(parts[1]))
+        _, op, parts = _parts(size)
+        values = list(map(self._padded, parts))
+        if len(values) == 1:
+            return self._at_the_start(op, values[0])
+        return functools.reduce(lambda one, other: self._at_the_start(op, one, other), values)
 
     def _symbol(self, symbol: sympy.Symbol) -> fx.Node:
         """The input that is a size, or the dimension of an input that has it."""

@@ -16,7 +16,7 @@ import sympy
 import torch
 
 from graphpass.ledger import PaddingFinding
-from graphpass.regions.padding.calls import OpCall, tensors_of
+from graphpass.regions.padding.calls import OpCall, tensors_of, words
 from graphpass.regions.padding.indexing import ArgumentPath
 from graphpass.regions.padding.interpreter import Walk
 from graphpass.regions.padding.neutral import NEUTRAL, REAL_INDEX, REAL_SIZE, held_after
@@ -32,8 +32,7 @@ from graphpass.regions.padding.values import (
     is_number,
 )
 
-_COMPUTED = (sympy.Symbol, sympy.Integer, sympy.Add, sympy.Mul)
-_FLOOR = "FloorDiv"
+_COMPUTED = words("Symbol Dummy Integer Zero One NegativeOne Add Mul Max Min Abs FloorDiv Mod PythonMod")
 
 Fill: TypeAlias = float | int | bool | sympy.Basic
 """What padding gets: a number, or the size of the dimension that an index is for."""
@@ -269,23 +268,46 @@ class Making(Walk):
         fill = sympy.sympify(size) if is_longer else 0
         return self.filled(made, self._sizes.places(self._values[made.index]), fill)
 
-    def real_size(self, size: Size, dtype: torch.dtype) -> Ref | None:
-        """The real value of an expression over sizes, as a tensor; None if it cannot be computed."""
-        return self.emit(REAL_SIZE, TensorShape((), dtype), size=size) if is_computed(size) else None
+    def real(self, size: Size, shape: TensorShape, counted: Size | None = None) -> Ref | None:
+        """The real value of an expression over sizes, for each entry of a tensor; None if it cannot be computed.
 
-    def real_places(self, first: Size, length: int, size: Size) -> Ref | None:
-        """The indices of ``length`` entries from ``first`` on, in a dimension of ``size``; None if that is unknown."""
-        shape = TensorShape((length,), torch.int64)
-        return self.emit(REAL_SIZE, shape, size=first, counted=size) if is_computed(first) else None
+        ``counted`` is the size of the dimension that the entries index, if they do; then padding is 0, which exists.
+        """
+        if not is_computed(size):
+            return None
+        key = ("real", size, shape, counted)
+        if key not in self._inserted:
+            self._inserted[key] = self.emit(REAL_SIZE, shape, size=size, counted=counted)
+        made = self._inserted[key]
+        places = self._sizes.places(self._values[made.index])
+        return made if counted is None else self.filled(made, places, 0)  # guard: made_places_exist
+
+    def picked(self, ref: Ref, dim: int, places: Sequence[Size], lengths: Sequence[Size]) -> Ref | None:
+        """The entries at ``places`` in as many dimensions from ``dim`` on, which are now dimensions of ``lengths``.
+
+        A place is an expression over real sizes and the indices in the new dimensions; None if it cannot be computed.
+        """
+        of_dims = self._values[ref.index].factors[dim : dim + len(places)]
+        shape, indices = TensorShape(tuple(lengths), torch.int64), list[Ref]()
+        for place, of_dim in zip(places, of_dims, strict=True):
+            index = self.real(place, shape, product(of_dim))
+            if index is None or not is_computed(product(of_dim)):
+                return None
+            indices.append(index)
+        sizes, dtype = self.shape_of(ref).sizes, self.shape_of(ref).dtype
+        result = TensorShape((*sizes[:dim], *lengths, *sizes[dim + len(places) :]), dtype)
+        padded = next((size for of_dim in of_dims for size in of_dim if self._sizes.padded(size)), lengths[0])
+        self.inserted(f"the real places in dimension {dim}", padded, replace(shape, sizes=tuple(lengths)))
+        return self.emit("aten::index.Tensor", result, self=ref, indices=(*[None] * dim, *indices))
 
 
 def is_computed(size: Size) -> bool:
     """Whether the real value of an expression can be computed from the real sizes of its symbols."""
     if isinstance(size, int):
         return True
-    if type(size).__name__ == _FLOOR or isinstance(size, sympy.Pow):
+    if isinstance(size, sympy.Pow):
         return is_computed(size.args[0]) and isinstance(size.args[1], sympy.Integer) and size.args[1] > 0
-    return isinstance(size, _COMPUTED) and all(map(is_computed, size.args))
+    return type(size).__name__ in _COMPUTED and all(map(is_computed, size.args))
 
 
 def _is_same(pad: object, fill: object) -> bool:

@@ -18,7 +18,10 @@ NEUTRAL = "graphpass::neutral"
 """``self`` with ``fill`` in the padding of one factor of ``dim``: that of ``size``, with ``inner`` entries inside."""
 
 REAL_SIZE = "graphpass::real_size"
-"""The real value of an expression over sizes, as a 0-d tensor; or the indices from it on, as many as the result has."""
+"""The real value of an expression over sizes, for each entry of a tensor: its index is among the symbols, too."""
+
+INDEX = tuple(sympy.Symbol(f"index_{dim}", integer=True, nonnegative=True) for dim in range(6))
+"""The index of an entry of the result along each dimension, in such an expression."""
 
 REAL_INDEX = "graphpass::real_index"
 """Indices into a dimension of ``size`` as they count in the run at the real sizes, where it is shorter.

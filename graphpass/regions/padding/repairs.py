@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import sympy
 import torch
 
-from graphpass.regions.padding import combining
+from graphpass.regions.padding import combining, moving
 from graphpass.regions.padding.calls import words
 from graphpass.regions.padding.indexing import WRITES, index_operands, is_whole, new_places, stays_real
 from graphpass.regions.padding.making import Operands, Repair, Repairs, Rewrite, base_name
@@ -171,7 +170,7 @@ def _mean(operands: Operands, read: frozenset[int]) -> Ref | None:
     wide = torch.float32 if shape.dtype.itemsize < 4 else shape.dtype
     filled = making.filled(ref, call.places(value, dims), 0)
     number = product(tuple(size for dim in dims for size in value.factors[dim]))
-    count = making.real_size(number, wide)
+    count = making.real(number, TensorShape((), wide))
     if filled is None or count is None:
         return None
     of_sum = replace(shape, dtype=wide)
@@ -180,39 +179,6 @@ def _mean(operands: Operands, read: frozenset[int]) -> Ref | None:
     making.inserted("the real number of entries", number, replace(shape, sizes=()))
     mean = making.emit("aten::div.Tensor", of_sum, self=total, other=count)
     return mean if wide is shape.dtype else making.emit("prims::convert_element_type", shape, a=mean, dtype=shape.dtype)
-
-
-def _selected(operands: Operands, read: frozenset[int]) -> Ref | None:
-    """An entry counted from the end of a padded dimension."""
-    call, shape, index = operands.call, operands.node.result, operands.call.argument("index")
-    if not isinstance(shape, TensorShape) or not isinstance(index, int) or index >= 0:
-        return None
-    dim = call.dim(call.argument("dim"), call.tensor("self").rank)
-    entry = _from_end(operands, dim, index, 1)
-    return None if entry is None else operands.making.emit("aten::squeeze.dim", shape, self=entry, dim=dim)
-
-
-def _last_entries(operands: Operands, read: frozenset[int]) -> Ref | None:
-    """The last entries of a padded dimension, as many as a number says."""
-    call, shape, start = operands.call, operands.node.result, operands.call.argument("start")
-    if not isinstance(shape, TensorShape) or not isinstance(start, int) or start >= 0:
-        return None
-    dim = call.dim(call.argument("dim", default=0), call.tensor("self").rank)
-    is_to_the_end = call.argument("end") in (None, sys.maxsize) and call.argument("step", default=1) == 1
-    return _from_end(operands, dim, start, -start) if is_to_the_end and shape.sizes[dim] == -start else None
-
-
-def _from_end(operands: Operands, dim: int, index: int, length: int) -> Ref | None:
-    making, ref, of_dim = operands.making, operands.argument("self"), operands.call.tensor("self").factors[dim]
-    if not isinstance(ref, Ref) or len(of_dim) != 1:  # guard: made_last_entry
-        return None
-    at = making.real_places(of_dim[0] + index, length, of_dim[0])
-    if at is None:
-        return None
-    shape = making.shape_of(ref)
-    part = replace(shape, sizes=(*shape.sizes[:dim], length, *shape.sizes[dim + 1 :]))
-    making.inserted(f"the real place of {index}", of_dim[0], replace(part, sizes=()))
-    return making.emit("aten::index.Tensor", part, self=ref, indices=(*[None] * dim, at))
 
 
 def _by_number(operands: Operands, read: frozenset[int]) -> Ref | None:
@@ -229,7 +195,7 @@ def _by_number(operands: Operands, read: frozenset[int]) -> Ref | None:
     has_own = is_float or (not value.rank and value.dtype is not torch.bool)  # guard: made_number_has_no_type
     own = value.dtype if value.dtype is not None and has_own else torch.int64
     wide = torch.float32 if is_narrow else own
-    size = making.real_size(number, wide)
+    size = making.real(number, TensorShape((), wide))
     if size is None:
         return None
     making.inserted(f"the real {number}", number, replace(shape, sizes=()))
@@ -290,8 +256,15 @@ _WITH_MASK: Mapping[str, tuple[str, str, bool]] = {
 
 _REWRITES: Mapping[str, Rewrite] = {
     "mean": _mean,
-    "select": _selected,
-    "slice": _last_entries,
+    "select": moving.selected,
+    "slice": moving.sliced,
+    "flip": moving.flipped,
+    "roll": moving.rolled,
+    "cat": moving.joined,
+    **dict.fromkeys(words("arange iota"), moving.counted),
+    **dict.fromkeys(words("view reshape _unsafe_view"), moving.viewed),
+    **dict.fromkeys(words("reflection_pad1d reflection_pad2d reflection_pad3d"), moving.extended(moving.reflected)),
+    **dict.fromkeys(words("replication_pad1d replication_pad2d replication_pad3d"), moving.extended(moving.repeated)),
     **dict.fromkeys(words("add sub mul div"), _by_number),
     **dict.fromkeys(_WITH_MASK, _attention),
 }

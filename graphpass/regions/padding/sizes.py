@@ -23,6 +23,11 @@ class Question(enum.Enum):
     INDEPENDENCE = "independence"
 
 
+def is_zero_size(size: Any) -> bool:
+    """Whether an expression is zero at all sizes."""
+    return bool(sympy.expand(size) == 0)
+
+
 def as_size(value: object) -> Size:
     """``value`` as an int if it is a whole number, else as a sympy expression."""
     if isinstance(value, int):

@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.unit.padding.programs_moved import MOVED, Case, Contents, all_are, counted, special
+
 aten = torch.ops.aten
 BOTH = ("b", "s")
-Contents = Callable[[tuple[int, ...], torch.Generator], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A program, the key fields that can be padded with repairs, and those that can without."""
-
-    name: str
-    function: Callable[..., Any]
-    fields: tuple[str, ...] = BOTH
-    proved: tuple[str, ...] = ()
-    contents: Mapping[str, Contents] = field(default_factory=dict)  #: input -> its real entries
 
 
 def ends(dtype: torch.dtype) -> Contents:
@@ -32,23 +21,6 @@ def ends(dtype: torch.dtype) -> Contents:
     least, greatest = torch.iinfo(dtype).min, torch.iinfo(dtype).max
     numbers = torch.tensor([least, greatest, least + 1, greatest - 1])
     return lambda shape, generator: numbers[torch.randint(4, shape, generator=generator)]
-
-
-def all_are(number: float | bool) -> Contents:
-    dtype = torch.float64 if isinstance(number, float) else None
-    return lambda shape, generator: torch.full(shape, number, dtype=dtype)
-
-
-def special(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """A real entry in four is NaN or infinite, and many are equal."""
-    drawn = torch.randn(shape, generator=generator, dtype=torch.float64).round()
-    numbers = torch.tensor([math.nan, math.inf, -math.inf], dtype=torch.float64)
-    chosen = numbers[torch.randint(3, shape, generator=generator)]
-    return torch.where(torch.rand(shape, generator=generator) < 0.25, chosen, drawn)
-
-
-def counted(least: int, end: int) -> Contents:
-    return lambda shape, generator: torch.randint(least, end, shape, generator=generator)
 
 
 LOWEST, GREATEST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
@@ -232,14 +204,19 @@ REWRITES: dict[str, list[Case]] = {
         Case("the last row", lambda x: x[-1], proved=("s",)),
         Case("the last of a part", lambda x: x[:, :-1][:, -1], proved=("b",)),
         Case("the last of booleans", lambda free: free[:, -1], proved=("b",)),
-        Case("the last merged", lambda x: x.flatten(0, 1)[-1], ()),
+        Case("the last merged", lambda x: x.flatten(0, 1)[-1], ("b",)),
         Case("the first", lambda x: x[:, 0], proved=BOTH),
+        Case("the middle", lambda x: aten.select(x, 1, x.shape[1] // 2), proved=("b",)),
     ],
     "slice": [
         Case("the last three", lambda x: x[:, -3:], proved=("b",)),
         Case("the last two of a part", lambda x: x[:, 1:][:, -2:].sum(1), proved=("b",)),
-        Case("each other of the last", lambda x: x[:, -3::2], ("b",), ("b",)),
-        Case("before the last", lambda x: x[:, -3:-1], ("b",), ("b",)),
+        Case("each other of the last", lambda x: x[:, -3::2], proved=("b",)),
+        Case("before the last", lambda x: x[:, -3:-1], proved=("b",)),
+        Case("as many as there are", lambda u: u[-9:], ()),
+        Case("three from the middle on", lambda x: x[:, x.shape[1] // 2 : x.shape[1] // 2 + 3], proved=("b",)),
+        Case("the last half, which need not grow", lambda x: x[:, x.shape[1] // 2 :], ("b",), ("b",)),
+        Case("each other of four from a size on", lambda u: u[u.shape[0] - 4 :: 2], ("s",)),
     ],
     "add": [
         Case("add", lambda x: x + x.shape[1], proved=("b",)),
@@ -272,6 +249,7 @@ REWRITES: dict[str, list[Case]] = {
         ),
     ],
     "_scaled_dot_product_flash_attention_for_cpu": OPERANDS["_scaled_dot_product_flash_attention_for_cpu"][:2],
+    **MOVED,
 }
 
 INDICES = [

@@ -1,0 +1,181 @@
+"""Rewrites of operators that move entries: each entry of the result is picked at its real place.
+
+The place is an expression over the real sizes and the index in the result. So nothing is said of padding, and whatever
+an operator does with places, such as a view that cuts through a padded size, becomes one index.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+
+from graphpass.compat import symbolic
+from graphpass.regions.padding.making import Operands, Rewrite
+from graphpass.regions.padding.neutral import INDEX
+from graphpass.regions.padding.program import Ref
+from graphpass.regions.padding.sizes import is_zero_size, product
+from graphpass.regions.padding.values import PaddedValue, Size, TensorShape
+
+_AT = INDEX[0]  # the index in a dimension that replaces one
+
+
+def _one_dim(operands: Operands, dim: int, place: Any, length: Size) -> Ref | None:
+    """The operand, with the entries at ``place`` in one dimension."""
+    ref = operands.argument("self")
+    return operands.making.picked(ref, dim, [place], [length]) if isinstance(ref, Ref) else None
+
+
+def selected(operands: Operands, read: frozenset[int]) -> Ref | None:
+    """An entry counted from the end of a padded dimension, or by a padded size."""
+    call, shape = operands.call, operands.node.result
+    value, index = call.tensor("self"), call.argument("index")
+    if not isinstance(shape, TensorShape) or isinstance(index, PaddedValue):
+        return None
+    dim = call.dim(call.argument("dim"), value.rank)
+    from_end = isinstance(index, int) and index < 0  # guard: made_last_entry
+    entry = _one_dim(operands, dim, product(value.factors[dim]) + index if from_end else index, 1)
+    return None if entry is None else operands.making.emit("aten::squeeze.dim", shape, self=entry, dim=dim)
+
+
+def sliced(operands: Operands, read: frozenset[int]) -> Ref | None:
+    """Entries counted from the end of a padded dimension, or by a padded size; not where the ends of it cut them."""
+    call, shape = operands.call, operands.node.result
+    value, step = call.tensor("self"), call.argument("step", default=1)
+    dim = call.dim(call.argument("dim", default=0), value.rank)
+    whole = product(value.factors[dim])
+    start, end = call.argument("start"), call.argument("end")
+    first, last = (whole + at if isinstance(at, int) and at < 0 else at for at in (start or 0, end))
+    last = whole if last in (None, sys.maxsize) else last
+    if not isinstance(shape, TensorShape) or not isinstance(step, int):
+        return None
+    length = shape.sizes[dim]
+    steps = last - first if step == 1 else symbolic.floor_div(last - first + step - 1, step)
+    if not is_zero_size(steps - length):  # guard: made_slice
+        return None
+    return _one_dim(operands, dim, first + step * _AT, length)
+
+
+def flipped(operands: Operands, read: frozenset[int]) -> Ref | None:
+    """Entries in the other order, from the last real one on."""
+    return _along_dims(operands, operands.call.argument("dims"), lambda at, size: size - 1 - _AT)
+
+
+def rolled(operands: Operands, read: frozenset[int]) -> Ref | None:
+    """Entries that leave at the real end come in at the front."""
+    shifts, dims = operands.call.argument("shifts"), operands.call.argument("dims", default=())
+    if len(dims) != len(shifts):
+        return None
+    return _along_dims(operands, dims, lambda at, size: sympy.Mod(_AT - shifts[at], size))
+
+
+def _along_dims(operands: Operands, dims: Sequence[int], place: Callable[[int, Any], Any]) -> Ref | None:
+    """The operand with entries at other places along some dimensions, each as long as before."""
+    making, value, ref = operands.making, operands.call.tensor("self"), operands.argument("self")
+    for at, dim in enumerate(operands.call.dim(dim, value.rank) for dim in dims):
+        size = product(value.factors[dim])
+        ref = making.picked(ref, dim, [place(at, size)], [size])
+        if ref is None:
+            return None
+    return ref if isinstance(ref, Ref) and dims else None
+
+
+def reflected(place: Any, size: Any) -> Any:
+    """The place of an entry before the first or behind the last one, where they are mirrors."""
+    return size - 1 - sympy.Abs(size - 1 - sympy.Abs(place))
+
+
+def repeated(place: Any, size: Any) -> Any:
+    """The same, where the first and the last entry are repeated."""
+    return sympy.Min(sympy.Max(place, 0), size - 1)
+
+
+def extended(inside: Callable[[Any, Any], Any]) -> Rewrite:
+    """A dimension that goes on at both ends with entries of its own."""
+
+    def rewrite(operands: Operands, read: frozenset[int]) -> Ref | None:
+        making, value, ref = operands.making, operands.call.tensor("self"), operands.argument("self")
+        amounts: Sequence[Any] = operands.call.argument("padding")
+        shape = operands.node.result
+        for turn, left in enumerate(amounts[::2]):
+            dim = value.rank - 1 - turn
+            if not isinstance(ref, Ref) or not isinstance(shape, TensorShape):
+                return None
+            place = inside(_AT - left, product(value.factors[dim]))
+            ref = making.picked(ref, dim, [place], [shape.sizes[dim]])
+        return ref if isinstance(ref, Ref) else None
+
+    return rewrite
+
+
+def counted(operands: Operands, read: frozenset[int]) -> Ref | None:
+    """Numbers that start or step by a padded size."""
+    call, shape = operands.call, operands.node.result
+    start, step = call.argument("start", default=0), call.argument("step", default=1)
+    if not isinstance(shape, TensorShape) or (isinstance(step, float) and not step.is_integer()):
+        return None
+    step = int(step) if isinstance(step, float) else step
+    is_whole = all(isinstance(number, (int, sympy.Basic)) for number in (start, step))
+    is_exact = not shape.dtype.is_floating_point or shape.dtype.itemsize >= 4  # guard: made_numbers_are_exact
+    if not is_whole or not is_exact or type(start).__name__ == "ToFloat":
+        return None
+    made = operands.making.real(start + step * _AT, shape)
+    operands.making.inserted("the real numbers", shape.sizes[0], shape)
+    return made
+
+
+def viewed(operands: Operands, read: frozenset[int]) -> Ref | None:
+    """A view that cuts through padded sizes: each entry at its place in the order of the real ones."""
+    call, shape, ref = operands.call, operands.node.result, operands.argument("self")
+    if not isinstance(shape, TensorShape) or not isinstance(ref, Ref) or "dtype" in call.arguments:
+        return None
+    before = [product(of_dim) for of_dim in call.tensor("self").factors]
+    after = list(shape.sizes)
+    first = next((at for at, (old, new) in enumerate(zip(before, after, strict=False)) if old != new), 0)
+    while before[first:] and after[first:] and is_zero_size(before[-1] - after[-1]):
+        before.pop(), after.pop()
+    old, new = before[first:], after[first:]
+    if not old or not is_zero_size(product(tuple(old)) - product(tuple(new))):
+        return None
+    flat: Any = sum(index * product(tuple(new[at + 1 :])) for at, index in zip(range(len(new)), INDEX, strict=False))
+    places = []
+    for at, size in enumerate(old):
+        place = symbolic.floor_div(flat, product(tuple(old[at + 1 :])))
+        places.append(sympy.Mod(place, size, evaluate=False) if at else place)
+    return operands.making.picked(ref, first, places, new) if len(new) <= len(INDEX) else None
+
+
+def joined(operands: Operands, read: frozenset[int]) -> Ref | None:
+    """Each part begins where the real entries of the one before it end."""
+    call, making, shape = operands.call, operands.making, operands.node.result
+    refs = operands.argument("tensors")
+    if not isinstance(shape, TensorShape):
+        return None
+    dim = call.dim(call.argument("dim", default=0), len(shape.sizes))
+    result, start = None, sympy.Integer(0)
+    for ref in refs:
+        value = making.value(ref)
+        # guard: made_parts_of_one_type
+        if value.rank != len(shape.sizes) or value.dtype is not shape.dtype or value.factors[dim] == (0,):
+            return None
+        size, length = product(value.factors[dim]), shape.sizes[dim]
+        part = making.picked(ref, dim, [repeated(_AT - start, size)], [length])
+        behind = [1] * (len(shape.sizes) - 1 - dim)
+        passed = making.real(_AT - start, TensorShape((length, *behind), torch.int64))
+        if part is None or passed is None:
+            return None
+        if result is None:
+            result = part
+        else:
+            is_before = making.emit(
+                "aten::lt.Scalar", replace(making.shape_of(passed), dtype=torch.bool), self=passed, other=0
+            )
+            result = making.emit(
+                "aten::where.self", making.shape_of(part), condition=is_before, self=result, other=part
+            )
+        start = start + size
+    return result
