@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from graphpass.context import is_forward_context_available as is_forward_context_available
     from graphpass.context import set_forward_context as set_forward_context
     from graphpass.dispatch.dispatcher import CudagraphDispatcher as CudagraphDispatcher
-    from graphpass.dispatch.keys import Dispatch as Dispatch
-    from graphpass.dispatch.keys import DispatchReason as DispatchReason
-    from graphpass.dispatch.keys import LoraKeys as LoraKeys
+    from graphpass.dispatch.dispatchkeys import Dispatch as Dispatch
+    from graphpass.dispatch.dispatchkeys import DispatchReason as DispatchReason
+    from graphpass.dispatch.dispatchkeys import LoraKeys as LoraKeys
     from graphpass.encoder.manager import EncoderCudaGraphManager as EncoderCudaGraphManager
     from graphpass.encoder.options import EncoderOptions as EncoderOptions
     from graphpass.engine.batch import AttentionMetadataBuilder as AttentionMetadataBuilder
@@ -63,7 +63,7 @@ _NAMES = {
         "set_forward_context",
     ),
     "graphpass.dispatch.dispatcher": ("CudagraphDispatcher",),
-    "graphpass.dispatch.keys": ("Dispatch", "DispatchReason", "LoraKeys"),
+    "graphpass.dispatch.dispatchkeys": ("Dispatch", "DispatchReason", "LoraKeys"),
     "graphpass.encoder.manager": ("EncoderCudaGraphManager",),
     "graphpass.encoder.options": ("EncoderOptions",),
     "graphpass.engine.batch": ("AttentionMetadataBuilder", "Batch", "InputSpec"),

@@ -4,7 +4,7 @@
 only one that uses ``graphpass.regions``, ``graphpass.compile`` and ``graphpass.capture`` together.
 """
 
-from cgpass.explain import explain
+from cgpass.graphrecord import explain
 from cgpass.pipeline import backend
 from graphpass.options import options
 

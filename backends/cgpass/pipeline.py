@@ -14,7 +14,7 @@ from torch import fx
 
 from cgpass.appended import AppendedInputs, RealSizes, append_real_sizes, attributes_read, lift_attributes
 from cgpass.callable import CompiledGraph, GraphedCallable
-from cgpass.explain import region_records, report_graph, size_records
+from cgpass.graphrecord import region_records, report_graph, size_records
 from cgpass.infloat64 import region_in_float64
 from cgpass.keyrules import calls_collectives, dispatched
 from cgpass.paddingpass import PaddingPasses

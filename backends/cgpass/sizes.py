@@ -18,8 +18,8 @@ from torch import fx
 
 from graphpass.compat import symbolic
 from graphpass.compile import SizeRanges
+from graphpass.dispatch.grid import SizeGrid
 from graphpass.dispatch.recurring import KeyField
-from graphpass.dispatch.sizes import SizeGrid
 from graphpass.errors import DispatchError, ShapeError
 from graphpass.keys import BatchDescriptor
 from graphpass.ledger import Reason

@@ -19,7 +19,7 @@ from rich.console import Console
 from graphpass.errors import CommandError, GraphpassError
 
 if TYPE_CHECKING:
-    from graphpass.cli.program import Result
+    from graphpass.cli.usermodel import Result
 
 CHECK_FAILED, INVALID_INPUT, OWN_FAILURE = 1, 2, 3
 
@@ -107,7 +107,7 @@ def _exit_codes() -> Iterator[None]:
     except (typer.Exit, typer.Abort):
         raise
     except Exception as error:
-        from graphpass.cli.program import summary
+        from graphpass.cli.usermodel import summary
 
         with tempfile.NamedTemporaryFile("w", prefix="graphpass-", suffix=".txt", delete=False) as file:
             traceback.print_exc(file=file)
@@ -139,7 +139,7 @@ def explain(
       graphpass explain models:build --option 'padding={"attention_mask": 0}' --html explain.html
     """  # noqa: D301
     from graphpass.cli.explain import explain as explained
-    from graphpass.cli.program import device_named, load
+    from graphpass.cli.usermodel import device_named, load
 
     program = load(target, shapes=inputs or (), config=config or (), device=device_named(device))
     return explained(program, _options(split, option))
@@ -160,7 +160,7 @@ def doctor(
       graphpass doctor --no-try --json
     """  # noqa: D301
     from graphpass.cli.doctor import doctor as examined
-    from graphpass.cli.program import device_named
+    from graphpass.cli.usermodel import device_named
 
     return examined(device_named(device), tries=tries)
 
@@ -192,7 +192,7 @@ def bench(
       graphpass bench vit --config num_hidden_layers=4 --compiler aot_eager
     """  # noqa: D301
     from graphpass.cli.benchmark import bench as measured
-    from graphpass.cli.program import device_named, load
+    from graphpass.cli.usermodel import device_named, load
 
     program = load(target, shapes=inputs or (), config=config or (), device=device_named(device))
     return measured(program, _options(split, option), compiler, rounds=rounds, calls=calls)
@@ -250,7 +250,7 @@ def cache(
 
 
 def _options(split: list[str] | None, texts: list[str] | None) -> dict[str, Any]:
-    from graphpass.cli.program import named_values
+    from graphpass.cli.usermodel import named_values
 
     example = "write --option mode=FULL or --option 'padding={\"attention_mask\": 0}'"
     options = named_values(texts or (), "an option", example=example)

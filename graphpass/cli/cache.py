@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from graphpass.cli.program import Result
+from graphpass.cli.usermodel import Result
 from graphpass.errors import OptionError
 from graphpass.report.drawing import Table
 from graphpass.saved.files import SavedFile, SavedFiles

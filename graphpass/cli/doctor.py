@@ -17,7 +17,7 @@ from torch.utils import collect_env
 
 import graphpass
 from graphpass.cli.explain import quiet_compiler
-from graphpass.cli.program import Result
+from graphpass.cli.usermodel import Result
 from graphpass.report.drawing import Heading, Part, Table
 from graphpass.text.paged.kernels import fault_in_place
 

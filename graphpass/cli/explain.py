@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from graphpass.capture.runtime import runtime_of
-from graphpass.cli.program import Program, Result, users_code
+from graphpass.cli.usermodel import Program, Result, users_code
 from graphpass.errors import OptionError
 from graphpass.regions.execute import are_fake
 from graphpass.report import Problem

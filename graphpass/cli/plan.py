@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from graphpass.cli.program import Result
+from graphpass.cli.usermodel import Result
 from graphpass.errors import CommandError
 from graphpass.report.drawing import Picture, Table, bar_chart, counted, size_chart
 from graphpass.sizeplan import plan_sizes

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TypeAlias
 
-from graphpass.dispatch.keys import Dispatch, DispatchReason, Key, LoraKeys, keys_of
-from graphpass.dispatch.sizes import Extra, KeyLimits, SizeGrid
+from graphpass.dispatch.dispatchkeys import Dispatch, DispatchReason, Key, LoraKeys, keys_of
+from graphpass.dispatch.grid import Extra, KeyLimits, SizeGrid
 from graphpass.errors import DispatchError
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 

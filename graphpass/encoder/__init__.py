@@ -1,6 +1,7 @@
 """Whole-encoder CUDA graphs: images of any size are packed and padded to one of several token budgets."""
 
 from graphpass.encoder.costs import PackingCosts
+from graphpass.encoder.encoderstats import EncoderStats
 from graphpass.encoder.options import generate_budgets, smallest_fitting_budget
 from graphpass.encoder.planner import PackedBatch, pack_items
 from graphpass.encoder.protocol import (
@@ -14,7 +15,6 @@ from graphpass.encoder.protocol import (
     SupportsEncoderKernels,
 )
 from graphpass.encoder.sharding import ItemShares, balance_items
-from graphpass.encoder.stats import EncoderStats
 
 __all__ = [
     "EncoderAxis",

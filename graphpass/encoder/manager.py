@@ -20,7 +20,8 @@ from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.settings import capture_settings
 from graphpass.capture.staging import storage_id
 from graphpass.dispatch.owngraphs import due
-from graphpass.encoder.graphs import CapturedEncoder, EncoderLadder, check_outputs, eager_outputs
+from graphpass.encoder.budgets import CapturedEncoder, EncoderLadder, check_outputs, eager_outputs
+from graphpass.encoder.encoderstats import EAGER, OTHER_SETTING, REPLAYED, REQUEST, EncoderStats
 from graphpass.encoder.options import EncoderOptions, checked_config, keys_of
 from graphpass.encoder.planner import BatchPlanner, PackedBatch
 from graphpass.encoder.protocol import (
@@ -33,7 +34,6 @@ from graphpass.encoder.protocol import (
     checked_specs,
 )
 from graphpass.encoder.sharding import encoded_by_all
-from graphpass.encoder.stats import EAGER, OTHER_SETTING, REPLAYED, REQUEST, EncoderStats
 from graphpass.errors import CaptureError, EncoderConfigError, positive
 from graphpass.keys import CUDAGraphMode
 from graphpass.ladder.estimate import NOTHING_ESTIMATED, MemoryEstimate

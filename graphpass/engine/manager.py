@@ -20,7 +20,7 @@ from graphpass.capture.settings import replay_settings
 from graphpass.compat import operators, trees
 from graphpass.context import entered
 from graphpass.dispatch.dispatcher import CudagraphDispatcher
-from graphpass.dispatch.keys import Dispatch, DispatchReason
+from graphpass.dispatch.dispatchkeys import Dispatch, DispatchReason
 from graphpass.engine.batch import AttentionMetadataBuilder, Batch, ForwardHooks, InputSpec
 from graphpass.engine.buffers import InputBuffers, PaddedInputs, RealInputs, Sizes
 from graphpass.engine.captured import CapturedKey, CapturedKeys, Checked, ServedStep

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.dispatch.keys import DispatchReason
+from graphpass.dispatch.dispatchkeys import DispatchReason
 from graphpass.errors import OptionError
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.ladder.estimate import Key

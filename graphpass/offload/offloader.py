@@ -20,7 +20,7 @@ from torch import nn
 from graphpass.compat import memory
 from graphpass.engine import ForwardHooks
 from graphpass.errors import DeviceError, OffloadError, OptionError
-from graphpass.offload.op import IN_CONTEXT, ONLOAD
+from graphpass.offload.onload import IN_CONTEXT, ONLOAD
 from graphpass.offload.slots import SlotRotation, WeightPlace, copies_to, layout_of
 
 

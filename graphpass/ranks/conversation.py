@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphpass.dispatch.dispatcher import CudagraphDispatcher
-from graphpass.dispatch.keys import Dispatch, DispatchReason
+from graphpass.dispatch.dispatchkeys import Dispatch, DispatchReason
 from graphpass.errors import AgreementError, OptionError
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.ranks.decision import BATCH_WIDTH, MAX_FIELDS, AgreedStep, RankBatch, agree, extras_of

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from graphpass.dispatch.dispatcher import CudagraphDispatcher
-from graphpass.dispatch.keys import Dispatch, DispatchReason
-from graphpass.dispatch.sizes import Extra
+from graphpass.dispatch.dispatchkeys import Dispatch, DispatchReason
+from graphpass.dispatch.grid import Extra
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 
 MAX_FIELDS = 8

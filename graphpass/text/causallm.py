@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from graphpass.dispatch.dispatcher import CudagraphDispatcher
-from graphpass.dispatch.keys import DispatchReason, LoraKeys
+from graphpass.dispatch.dispatchkeys import DispatchReason, LoraKeys
 from graphpass.dispatch.owngraphs import LEAST_REPLAYS
 from graphpass.engine.batch import InputSpec
 from graphpass.engine.manager import CudaGraphManager
@@ -22,8 +22,8 @@ from graphpass.report import Report
 from graphpass.text.drafting import Drafter
 from graphpass.text.experts import compute_experts_by_token
 from graphpass.text.generation import complete, requests_of
+from graphpass.text.hfmodel import NextToken, ServedModel, fix_frequencies, refuse_stateful
 from graphpass.text.lora import LoraAdapters, lora_keys
-from graphpass.text.model import NextToken, ServedModel, fix_frequencies, refuse_stateful
 from graphpass.text.paged import PagedAttention
 from graphpass.text.scheduler import check_budget
 

@@ -27,7 +27,7 @@ from torch import nn
 
 from graphpass.compat import nnmodules
 from graphpass.context import current_context
-from graphpass.dispatch.keys import LoraKeys
+from graphpass.dispatch.dispatchkeys import LoraKeys
 from graphpass.engine.batch import Batch, InputSpec
 from graphpass.errors import OptionError, ShapeError, did_you_mean, positive
 from graphpass.regions.padding import OpCall, PaddedValue, register_padding_rule

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from graphpass.capture.settings import capture_settings
-from graphpass.encoder.adapters.tables import BatchTables, Tables, interpolation, piece_keys, position_ids, windows
+from graphpass.encoder.adapters.gridtables import BatchTables, Tables, interpolation, piece_keys, position_ids, windows
 from graphpass.encoder.adapters.tower import Blocks, WholePatches, checked_count, eagerly, unserved_tower
 from graphpass.encoder.attention import PACKED_ATTENTION, most_pieces, pieces_on
 from graphpass.encoder.protocol import (

@@ -1,7 +1,6 @@
 """Attention over a paged cache of keys and values."""
 
-from graphpass.text.paged.attention import PagedAttention
-from graphpass.text.paged.cache import (
+from graphpass.text.paged.kvcache import (
     LayerMask,
     PageAllocator,
     PagedKVCache,
@@ -9,6 +8,7 @@ from graphpass.text.paged.cache import (
     PagedRequests,
     PositionScale,
 )
+from graphpass.text.paged.pagedattention import PagedAttention
 
 __all__ = [
     "LayerMask",

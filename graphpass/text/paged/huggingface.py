@@ -19,8 +19,8 @@ import torch
 from graphpass.context import get_forward_context, set_forward_context
 from graphpass.errors import GraphpassError, OptionError
 from graphpass.ops import by_token, refuse_unserved, register_attention
-from graphpass.text.model import restored_on_error
-from graphpass.text.paged.cache import LayerMask, PagedLayer, PositionScale
+from graphpass.text.hfmodel import restored_on_error
+from graphpass.text.paged.kvcache import LayerMask, PagedLayer, PositionScale
 from graphpass.text.paged.metadata import AttentionCall, PagedStep
 from graphpass.text.paged.op import GIVE_BACK, NO_WINDOW
 

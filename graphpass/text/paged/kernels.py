@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from graphpass.compat import operators
 from graphpass.ops import kernel_fault
 from graphpass.report import KernelUse
-from graphpass.text.paged.cache import LayerMask, LayerMemory, PagedKVCache, PagedLayer
+from graphpass.text.paged.kvcache import LayerMask, LayerMemory, PagedKVCache, PagedLayer
 from graphpass.text.paged.metadata import AttentionCall, NewTensor, PagedMetadata
 
 # -- ways to the keys --------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from graphpass.errors import ShapeError
-from graphpass.text.paged.cache import (
+from graphpass.text.paged.kvcache import (
     FIRST_LIVE_PAGE,
     NULL_PAGE,
     SCRATCH_PAGE,

@@ -14,7 +14,7 @@ from typer.testing import Result
 from graphpass import plan_sizes
 from graphpass.cli import benchmark, doctor
 from graphpass.cli.plan import read_sizes
-from graphpass.cli.program import load
+from graphpass.cli.usermodel import load
 from graphpass.errors import CommandError
 from tests.pages import Page
 

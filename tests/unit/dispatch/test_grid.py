@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphpass import CudagraphDispatcher, Dispatch, DispatchReason, LoraKeys
-from graphpass.dispatch.sizes import capture_sizes_within, decode_sizes
+from graphpass.dispatch.grid import capture_sizes_within, decode_sizes
 from graphpass.errors import DispatchError
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 

@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphpass as gp
 from graphpass.encoder.adapters import ClipAdapter, Qwen3VLAdapter, Qwen25VLAdapter, SiglipAdapter, adapter_for
-from graphpass.encoder.adapters.qwen import Grid, GridItems
-from graphpass.encoder.adapters.tables import (
+from graphpass.encoder.adapters.gridtables import (
     BatchTables,
     Frame,
     Tables,
@@ -26,6 +25,7 @@ from graphpass.encoder.adapters.tables import (
     position_ids,
     windows,
 )
+from graphpass.encoder.adapters.qwen import Grid, GridItems
 from graphpass.encoder.adapters.tower import WholePatches
 from graphpass.encoder.attention import pieces_of
 from graphpass.encoder.protocol import EncoderGraphKey

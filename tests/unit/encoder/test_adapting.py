@@ -7,7 +7,7 @@ import torch
 
 from graphpass import EncoderCudaGraphManager
 from graphpass.encoder import PackingCosts
-from graphpass.encoder.graphs import EncoderGraphs
+from graphpass.encoder.budgets import EncoderGraphs
 from graphpass.encoder.protocol import EncoderGraphKey
 from graphpass.errors import CaptureError, EncoderConfigError
 from graphpass.ladder.estimate import NOTHING_ESTIMATED
@@ -75,7 +75,7 @@ def test_the_most_padded_come_first() -> None:
 
 
 def test_max_pool_bytes_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graphpass.encoder.graphs.GraphRuntime", lambda pool, device: GrowingRuntime())
+    monkeypatch.setattr("graphpass.encoder.budgets.GraphRuntime", lambda pool, device: GrowingRuntime())
     encoder = toy.ToyEncoder()
     manager = made(encoder, max_pool_bytes=500)
     repeated(manager, 9, 17)
@@ -141,11 +141,11 @@ def test_another_setting_is_refused_and_replaced_weights_are_captured_first() ->
 @pytest.mark.parametrize("fails_at", [13, 32])
 def test_after_a_failure_the_next_request_captures_again(fails_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the pool was dropped, and the budgets of before were being captured again."""
-    monkeypatch.setattr("graphpass.encoder.graphs.GraphRuntime", lambda pool, device: GrowingRuntime())
+    monkeypatch.setattr("graphpass.encoder.budgets.GraphRuntime", lambda pool, device: GrowingRuntime())
     encoder = toy.ToyEncoder()
     manager = made(encoder, max_pool_bytes=400)
     repeated(manager, 13)
-    monkeypatch.setattr("graphpass.encoder.graphs.EncoderLadder._what_fits", lambda ladder: NOTHING_ESTIMATED.pool)
+    monkeypatch.setattr("graphpass.encoder.budgets.EncoderLadder._what_fits", lambda ladder: NOTHING_ESTIMATED.pool)
     of_key = EncoderGraphs.capture
 
     def fails(graphs: EncoderGraphs, key: EncoderGraphKey) -> CapturedGraph:

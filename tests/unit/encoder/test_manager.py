@@ -18,7 +18,7 @@ from graphpass.encoder import (
     SupportsEncoderCompilation,
     SupportsEncoderCudaGraph,
     SupportsEncoderExamples,
-    graphs,
+    budgets,
 )
 from graphpass.encoder.protocol import EncoderItems, EncoderOutput
 from graphpass.errors import CaptureError
@@ -316,7 +316,7 @@ def test_the_pool_ends_at_its_limit(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails_at: frozenset[int]
 ) -> None:
     """A pool of 100 bytes for each graph: there is room for two."""
-    monkeypatch.setattr(graphs, "GraphRuntime", GrowingRuntime)
+    monkeypatch.setattr(budgets, "GraphRuntime", GrowingRuntime)
     encoder = FailsAt()
     encoder.fails_at = fails_at
     manager = made(encoder, max_pool_bytes=250)
@@ -336,7 +336,7 @@ def test_the_pool_ends_at_its_limit(
 
 
 def test_a_limit_without_room_for_any_graph_leaves_the_eager_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "GraphRuntime", GrowingRuntime)
+    monkeypatch.setattr(budgets, "GraphRuntime", GrowingRuntime)
     encoder = toy.ToyEncoder()
     manager = made(encoder, max_pool_bytes=99)
     assert manager.get_cumulative_stats().pool_bytes == 0

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from graphpass import GraphRuntime
-from graphpass.encoder import graphs
+from graphpass.encoder import budgets
 from graphpass.encoder.protocol import EncoderItems, EncoderOutput
 from tests.unit.encoder import toy
 from tests.unit.encoder.test_manager import exchanged, moved, replaced
@@ -25,7 +25,7 @@ def test_a_shared_pool_is_shared_again_after_weights_moved(monkeypatch: pytest.M
         pools.append(pool)
         return GraphRuntime(device=device)
 
-    monkeypatch.setattr(graphs, "GraphRuntime", runtime)
+    monkeypatch.setattr(budgets, "GraphRuntime", runtime)
     encoder, pool = toy.ToyEncoder(), (1, 0)
     manager = made(encoder, capture=False)
     manager.estimate()

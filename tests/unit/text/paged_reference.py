@@ -13,7 +13,7 @@ import graphpass as gp
 from graphpass import BatchDescriptor
 from graphpass.compat import operators
 from graphpass.text import LayerMask, PageAllocator, PagedAttention, PagedKVCache, PagedLayer, PagedRequests
-from graphpass.text.paged import attention, kernels
+from graphpass.text.paged import kernels, pagedattention
 from graphpass.text.paged.metadata import PagedMetadata
 
 TOLERANCE = {
@@ -26,7 +26,7 @@ TOLERANCE = {
 def attend_by(function: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """Put a function in the place of torch's flash attention, which then serves every plain layer on every device."""
     monkeypatch.setattr(operators, "flash_attention", function)
-    for module in (attention, kernels):
+    for module in (pagedattention, kernels):
         monkeypatch.setattr(module, "flash_obstacle", lambda *_: None)
     kernels.fault_in_place.cache_clear()
 

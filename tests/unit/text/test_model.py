@@ -12,7 +12,7 @@ import torch
 from graphpass.errors import CaptureError, ContextError, OptionError, ShapeError
 from graphpass.text import CausalLM, Generation, LoraAdapters, Request
 from graphpass.text.experts import HUGGING_FACE_NAME as EXPERTS_NAME
-from graphpass.text.model import ServedModel, fix_frequencies
+from graphpass.text.hfmodel import ServedModel, fix_frequencies
 from graphpass.text.paged.huggingface import HUGGING_FACE_NAME
 
 transformers = pytest.importorskip("transformers")

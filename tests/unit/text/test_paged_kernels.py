@@ -14,7 +14,7 @@ from graphpass.compat import operators
 from graphpass.compat.operators import PackedSequences
 from graphpass.report import KernelUse
 from graphpass.text import LayerMask, PagedAttention, PagedLayer
-from graphpass.text.paged import attention, cache, kernels
+from graphpass.text.paged import kernels, kvcache, pagedattention
 from graphpass.text.paged.kernels import kernels_of, masked_attention, write_fault
 from tests.unit.text.paged_reference import Heads, Paged, assert_right, attend_by, kind_of, reference, run, uniform_key
 from tests.unit.text.test_paged_attention import PLAIN_HEADS, STEPS
@@ -142,12 +142,12 @@ def test_a_page_is_a_whole_sequence_where_that_saves_copies(
         raise StopError
 
     model: Any = SimpleNamespace(dtype=torch.bfloat16, device=CPU)
-    flash.setattr(attention, "served_layers", lambda *_, **__: [PagedLayer(8, 128)] * 4)
-    flash.setattr(attention, "PagedKVCache", stop)
+    flash.setattr(pagedattention, "served_layers", lambda *_, **__: [PagedLayer(8, 128)] * 4)
+    flash.setattr(pagedattention, "PagedKVCache", stop)
     with pytest.raises(StopError):
         PagedAttention.for_model(model, max_num_tokens=64, **sizes)
     assert (given["page_size"], given["num_pages"]) == (page_size, num_pages)
-    flash.setattr(attention, "flash_obstacle", lambda *_: "it runs on CUDA")
+    flash.setattr(pagedattention, "flash_obstacle", lambda *_: "it runs on CUDA")
     with pytest.raises(StopError):
         PagedAttention.for_model(model, max_num_tokens=64, **sizes)
     assert given["page_size"] == sizes.get("page_size", 16)
@@ -190,11 +190,11 @@ def test_one_kernel_writes_the_keys_and_values_of_full_keys(
     heads: Heads, key: BatchDescriptor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cache has the same bits as after two plain writes, also where padded rows are NaN."""
-    monkeypatch.setattr(cache, "_row_writer", PlainRowWriter)
+    monkeypatch.setattr(kvcache, "_row_writer", PlainRowWriter)
     query_len = key.num_tokens // key.num_reqs if key.uniform else None
     written = []
     for fault in ("none for cpu", None):
-        monkeypatch.setattr(attention, "write_fault", lambda *_, fault=fault: fault)
+        monkeypatch.setattr(pagedattention, "write_fault", lambda *_, fault=fault: fault)
         paged = Paged(heads, support=AttentionSupport.ALWAYS)
         requests = [paged.begin() for _ in range(3)]
         for query_lens, of_step in (([7, 2, 4], None), ([query_len or 1, query_len or 4, query_len or 2], key)):

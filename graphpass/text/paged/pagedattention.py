@@ -10,20 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from graphpass.dispatch.sizes import round_up
+from graphpass.dispatch.grid import round_up
 from graphpass.errors import ShapeError, positive
 from graphpass.keys import AttentionSupport, BatchDescriptor
 from graphpass.paddedinputs import PaddedMemory
 from graphpass.report import KernelUse
-from graphpass.text.paged.cache import (
-    FIRST_LIVE_PAGE,
-    SCRATCH_PAGE,
-    LayerMask,
-    PageAllocator,
-    PagedKVCache,
-    PagedLayer,
-    PagedRequests,
-)
 from graphpass.text.paged.huggingface import served_layers
 from graphpass.text.paged.kernels import (
     BatchedKeys,
@@ -31,6 +22,15 @@ from graphpass.text.paged.kernels import (
     flash_obstacle,
     kernels_of,
     write_fault,
+)
+from graphpass.text.paged.kvcache import (
+    FIRST_LIVE_PAGE,
+    SCRATCH_PAGE,
+    LayerMask,
+    PageAllocator,
+    PagedKVCache,
+    PagedLayer,
+    PagedRequests,
 )
 from graphpass.text.paged.metadata import NewTensor, PagedMetadata, Step, TableLayout, check_fits, pinned_memory
 from graphpass.text.paged.op import PAGED_ATTENTION

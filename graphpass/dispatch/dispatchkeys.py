@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from graphpass.dispatch.sizes import Extra, KeyLimits, SizeGrid
+from graphpass.dispatch.grid import Extra, KeyLimits, SizeGrid
 from graphpass.errors import DispatchError, positive
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 

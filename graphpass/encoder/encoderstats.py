@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.encoder.graphs import CapturedEncoder
+from graphpass.encoder.budgets import CapturedEncoder
 from graphpass.encoder.protocol import EncoderGraphKey
 from graphpass.ladder.traffic import Traffic, captured_group
 from graphpass.ledger import CountedReason, Ledger, Reason, Row

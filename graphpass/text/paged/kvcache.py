@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from graphpass.dispatch.sizes import round_up
+from graphpass.dispatch.grid import round_up
 from graphpass.errors import OptionError, OutOfPagesError, ShapeError, is_integer, positive
 
 NULL_PAGE, SCRATCH_PAGE, FIRST_LIVE_PAGE = 0, 1, 2
