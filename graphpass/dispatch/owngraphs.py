@@ -50,11 +50,8 @@ _Size = TypeVar("_Size", bound=Hashable)
 
 def due(served: Iterable[tuple[_Size, int, int]]) -> list[_Size]:
     """The sizes that padding has served often enough, the most padded first; of (size, replays, padding of one)."""
-    padding = {
-        size: times * each
-        for size, times, each in served
-        if times >= LEAST_REPLAYS  # guard: adapted_after_replays
-    }
+    # guard: adapted_after_replays
+    padding = {size: times * each for size, times, each in served if times >= LEAST_REPLAYS}
     return sorted(padding, key=padding.__getitem__, reverse=True)
 
 

@@ -10,7 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -19,7 +19,7 @@ from graphpass.capture.replay import ContextReads, ReplayPlan
 from graphpass.capture.scope import CaptureScope
 from graphpass.capture.settings import replay_settings
 from graphpass.compat import trees
-from graphpass.dispatch.owngraphs import NO_ROOM, OwnGraph, OwnGraphs, bytes_allowed, due, is_faster
+from graphpass.dispatch.owngraphs import NO_ROOM, CaptureBytes, OwnGraph, OwnGraphs, bytes_allowed, due, is_faster
 from graphpass.engine.buffers import PaddedInputs, RealInputs, Sizes
 from graphpass.engine.model import Model, fields_named, nothing_reached
 from graphpass.engine.recipe import Recipe, StepResults, leaf_sources
@@ -32,7 +32,6 @@ from graphpass.ladder.traffic import CapturedGraph, timed_s
 from graphpass.ledger import Row, why_failed
 from graphpass.progress import capture_progress
 from graphpass.ranks.conversation import AgreedSteps
-from graphpass.report.records import MemoryGrowth
 from graphpass.servedsize import ServedSize
 
 _TIMED_STEPS = 10
@@ -68,14 +67,9 @@ Checked: TypeAlias = dict[CapturedKey, Any]
 step, whose fields are known to be those that the graph reads}"""
 
 
-@dataclass(frozen=True, slots=True)
-class RecurringTokens:
-    """A number of tokens that a padded key keeps serving."""
-
-    padded: Key  #: the key that serves most of these steps
-    #: keys for exactly so many tokens: what ``padded`` would be, then one for each value of other key fields
-    keys: tuple[Key, ...]
-
+RecurringTokens: TypeAlias = tuple[Key, tuple[Key, ...]]
+"""A number of tokens that padding keeps serving: the key that serves most of these steps, and keys for exactly so many
+tokens: what that key would be, then one for each value of other key fields."""
 
 _Kind: TypeAlias = tuple[CUDAGraphMode, bool, int]
 """What keys that differ in sizes alone have in common: mode, whether for uniform decode, number of adapters."""
@@ -99,7 +93,8 @@ class CapturedKeys:
         self._max_bytes: int | None = None  # of the last capture
         self._own: set[Key] = set()  # keys of recurring sizes
         self._padded: set[Key] = set()  # keys of recurring sizes that stay padded: their graphs fail or are no faster
-        self._unused: dict[Key, int] = {}  # {key of such a graph that cannot be dropped: what counts for it, in bytes}
+        self._unused: dict[Key, int] = {}  # {key of a graph that is tried, or cannot be dropped: what counts for it}
+        self._bytes = CaptureBytes()
         self._shared = PROCESS_MEMORY.shared(OwnGraphs, model.inputs.device)
         self._shared.adopt(self)
 
@@ -294,6 +289,7 @@ class CapturedKeys:
 
     def _add(self, key: Key, captured: CapturedKey) -> CapturedKey:
         self._by_key[key], self.costs[key] = captured, captured.cost
+        self._bytes.add(captured.cost.memory.pool_bytes, captured.cost.memory.driver_bytes)
         self._dispatcher.mark_captured(*key)
         return captured
 
@@ -388,21 +384,23 @@ class CapturedKeys:
         """
         self.refuse_none_captured()
         # guard: adapted_to_weights
-        sizes = [size for size in self.recurring() if self._is_valid(self._by_key[size.padded])][:max_sizes]
+        sizes = [size for size in self.recurring() if self._is_valid(self._by_key[size[0]])][:max_sizes]
         tried: dict[Key, CapturedKey] = {}
         kept: list[Key] = []
         try:
             served = self._captured_within(sizes, tried)
             with self._changed(()):
                 faster = [size for size in served if self._is_faster(size, tried, step_of)]
-            kept = [key for size in faster for key in size.keys]
+            kept = [key for _, keys in faster for key in keys]
             for key in kept:
                 self._dispatcher.add_key(*key)
                 self._own.add(key)
                 self._add(key, tried[key])
         finally:
-            begun = {key for size in sizes for key in size.keys if key in tried or key in self._padded}
-            self._drop(begun.difference(kept), tried)
+            begun = {key for _, keys in sizes for key in keys if key in tried or key in self._padded}
+            self._drop(begun.difference(kept))
+            for key in kept:
+                del self._unused[key]
         return tuple(kept)
 
     def recurring(self) -> list[RecurringTokens]:
@@ -420,9 +418,8 @@ class CapturedKeys:
             mode, descriptor = padded
             served = (mode, self._dispatcher.at_size(descriptor, num_tokens))
             keys = tuple(dict.fromkeys((served, *self._at_size(of_all, kind, descriptor.num_tokens, num_tokens))))
-            is_new = not any(key in self._by_key or key in self._padded for key in keys)
-            if is_new:
-                found.append((RecurringTokens(padded, keys), times, descriptor.num_tokens - num_tokens))
+            if not any(key in self._by_key or key in self._padded for key in keys):
+                found.append(((padded, keys), times, descriptor.num_tokens - num_tokens))
         return due(found)
 
     def _at_size(self, keys: Sequence[Key], kind: _Kind, padded: int, num_tokens: int) -> list[Key]:
@@ -475,40 +472,40 @@ class CapturedKeys:
         """Capture the keys of the sizes, in this order, as far as there is room; returns the sizes that have theirs."""
         found = []
         with (
-            self._changed([key for size in sizes for key in size.keys]),
+            self._changed([key for _, keys in sizes for key in keys]),
             self._runtime.capturing(by_calls=False),
             capture_progress(sizes, self._model.settings.progress) as progress,
         ):
-            for size in sizes:
-                at = str(size.keys[0][1])
+            for padded, keys in sizes:
+                at = str(keys[0][1])
                 progress.set_postfix_str(at)
-                mean = self._mean()
-                expected = max(1, len(size.keys) * (mean.pool_bytes + mean.driver_bytes))  # no room at all is none
-                if self._room(tried) < expected:  # guard: adapted_bytes
+                expected = max(1, len(keys) * sum(self._bytes.mean()))  # no room at all is none
+                if self._room() < expected:  # guard: adapted_bytes
                     self._runtime.warn(NO_ROOM.why, NO_ROOM.remedy, at=at, is_recorded=True)
                     break
                 try:
-                    for key in size.keys:
-                        tried[key] = self._captured(key)
+                    for key in keys:
+                        tried[key] = captured = self._captured(key)
+                        self._unused[key] = self._charged(captured)
                 except Exception as error:
                     why = why_failed(error, otherwise="leave it padded")  # guard: adapted_after_failure
                     self._runtime.warn(f"a size that recurs stays padded: {why}", why.remedy, at=at, is_recorded=True)
-                    self._padded.update(size.keys)
+                    self._padded.update(keys)
                     continue
-                if self._room(tried) < 0:  # it takes more than was expected
-                    self._padded.update(size.keys)
+                if self._room() < 0:  # it takes more than was expected
+                    self._padded.update(keys)
                     break
-                found.append(size)
+                found.append((padded, keys))
                 progress.update()
         return found
 
     def _is_faster(self, size: RecurringTokens, tried: Mapping[Key, CapturedKey], step_of: StepOf) -> bool:
-        own = size.keys[0]
-        own_s = self._seconds(own, tried[own], step_of)
-        padded_s = self._seconds(size.padded, self._by_key[size.padded], step_of)
+        padded, keys = size
+        own_s = self._seconds(keys[0], tried[keys[0]], step_of)
+        padded_s = self._seconds(padded, self._by_key[padded], step_of)
         if is_faster(own_s, padded_s):  # guard: adapted_if_faster
             return True
-        self._padded.update(size.keys)
+        self._padded.update(keys)
         return False
 
     def _seconds(self, key: Key, captured: CapturedKey, step_of: StepOf) -> float:
@@ -518,27 +515,19 @@ class CapturedKeys:
             return float(key[1].num_tokens)
         return timed_s(step_of(key, captured, None), device, runs=_TIMED_STEPS)
 
-    def _room(self, tried: Mapping[Key, CapturedKey]) -> int:
+    def _room(self) -> int:
         """Bytes that further graphs for recurring sizes may take."""
         given, device = self._model.settings.graph_bytes, self._inputs.device
         limit = bytes_allowed(given, total_bytes(device), has_ladder=False) or 0
-        room = limit - self._shared.num_bytes() - sum(map(self._charged, tried.values()))
+        room = limit - self._shared.num_bytes()
         if self._max_bytes is None:
             return room
         return min(room, self._max_bytes - self._runtime.pool_bytes())  # guard: adapted_within_max_bytes
 
-    def _mean(self) -> MemoryGrowth:
-        """What a capture has taken so far."""
-        growths = [captured.memory for captured in list(self.costs.values())]
-        total = MemoryGrowth.sum_of(growths)
-        return MemoryGrowth(*(max(0, num_bytes) // max(1, len(growths)) for num_bytes in astuple(total)))
-
     def _charged(self, captured: CapturedKey) -> int:
-        """What counts for a graph: the driver takes memory for several at a time, so at least its mean."""
-        memory = captured.cost.memory
-        return memory.pool_bytes + max(memory.driver_bytes, self._mean().driver_bytes)
+        return self._bytes.charged(captured.cost.memory.pool_bytes, captured.cost.memory.driver_bytes)
 
-    def _drop(self, keys: Collection[Key], tried: Mapping[Key, CapturedKey]) -> None:
+    def _drop(self, keys: Collection[Key]) -> None:
         """Drop graphs that serve no steps. Beside other users of the runtime, whose keys may be equal, they stay."""
         before = self._runtime.lease.generation
         if keys and self._owns_runtime and self._runtime.drop(keys):  # guard: adapted_beside_others
@@ -547,8 +536,8 @@ class CapturedKeys:
                 key: replace(one, generation=now) if one.generation == before else one  # guard: adapted_generations
                 for key, one in self._by_key.items()
             }
-        else:
-            self._unused |= {key: self._charged(tried[key]) for key in keys if key in tried}
+            for key in keys:
+                self._unused.pop(key, None)
 
     # -- closing ------------------------------------------------------------------------------------------------------
 
