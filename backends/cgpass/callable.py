@@ -189,7 +189,7 @@ class GraphedCallable:
         if memory.is_capturing_stream(self._device):  # guard: no_compilation_inside_a_capture
             return
         start_s = time.perf_counter()
-        with restoring((), (), self._device):
+        with restoring((), (), self._device), dynamo.errors_of_backend("cgpass"):
             compiled = [function.compile() for function in self._waiting]
         self._waiting = []
         self.runtime.compiled_later(self.name, sum(compiled), time.perf_counter() - start_s)

@@ -81,7 +81,7 @@ def _made(traces: Mapping[str, RegionTrace], rules: AutoRules) -> dict[str, list
             )
     for trace in traces.values():
         own = dict(trace.symbols)
-        for inserted in getattr(trace.result, "insertions", ()):
+        for inserted in () if trace.problem else trace.result.insertions:
             sizes = [value_at(_renamed(size, own), rules.sizes.hints) for size in inserted.sizes]
             num_bytes = math.prod(sizes) * inserted.itemsize
             why, fields = f"{inserted.what}, {num_bytes} bytes", symbols_in([_renamed(inserted.size, own)])

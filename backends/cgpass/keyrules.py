@@ -104,8 +104,8 @@ def _fills(parts: Partition, traces: Mapping[str, RegionTrace]) -> dict[int, flo
     return {
         positions[region.inputs[at]]: fill
         for region in parts.regions
-        if region.name in traces
-        for at, fill in getattr(traces[region.name].result, "fills", ())
+        if region.name in traces and traces[region.name].problem is None
+        for at, fill in traces[region.name].result.fills
     }
 
 

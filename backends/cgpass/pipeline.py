@@ -396,7 +396,7 @@ def _note_unused(name: str, sizes: NamedSizes, compiled: CompiledRegions, runtim
     wanted, asked = sizes.compiled_apart(), sizes.settings.size_ranges()
     for region, artifact in compiled.by_name.items():
         trace = compiled.traces.get(region)
-        is_made = trace is not None and bool(getattr(trace.result, "insertions", ()))
+        is_made = trace is not None and trace.problem is None and bool(trace.result.insertions)
         if wanted and asked and is_made and artifact.size_position is not None and len(artifact.sized) < len(wanted[1]):
             why = f"not compiled apart by {asked[0]}: at such a size other padding would be made than at the others"
             runtime.warn(why, "leave the size out of compile_sizes and compile_ranges", at=f"{name}.{region}")

@@ -181,6 +181,20 @@ def came_from_tracing(error: BaseException) -> bool:
     return isinstance(error, exc.TorchDynamoException) or any(passed)
 
 
+@contextlib.contextmanager
+def errors_of_backend(name: str) -> Iterator[None]:
+    """Within the body, errors come as Dynamo raises those of a backend that it calls."""
+    from torch._dynamo import exc
+
+    try:
+        yield
+    except (exc.ShortenTraceback, IndexError):
+        raise
+    except Exception as error:
+        wrapped = exc.BackendCompilerFailed(types.SimpleNamespace(__name__=name), error, inspect.currentframe())
+        raise wrapped.with_traceback(error.__traceback__) from None
+
+
 _REWRITE = "rewrite that line so that torch.compile traces it; torch.compile(model, fullgraph=True) raises there"
 
 

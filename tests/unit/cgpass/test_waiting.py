@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor import compile_fx
 from torch.utils.checkpoint import checkpoint
 
 import graphpass as gp
@@ -97,3 +99,22 @@ def test_nothing_is_compiled_inside_a_capture_of_the_user(rt: GraphRuntime, monk
             agrees(fast(x), eager(x))
         found += artifacts(rt)
     assert found == [0, 0, 1]
+
+
+def test_an_error_at_the_second_call_comes_as_one_at_the_first(
+    rt: GraphRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no kernel")
+
+    eager, x = model(), torch.randn(5, 6)
+    fast = torch.compile(eager, backend="cgpass", options={"runtime": rt, "dispatch": "auto"})
+    with torch.no_grad():
+        agrees(fast(x), eager(x))
+        with monkeypatch.context() as patch:
+            patch.setattr(compile_fx, "compile_fx", fails)
+            for _ in range(2):
+                with pytest.raises(BackendCompilerFailed, match="backend='cgpass' raised:\nRuntimeError: no kernel"):
+                    fast(x)
+        agrees(fast(x), eager(x))
+    assert artifacts(rt) == [1]
