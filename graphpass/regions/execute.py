@@ -126,7 +126,9 @@ def execute(node: fx.Node, fake_mode: Any = None) -> Execution:
         functions=tuple(functions.called),
         written=frozenset(writes.written),
         exchanged=exchanged,
-        memory=frozenset[int]().union(*(before[node] | storages_of(parts_of[node]) for node in exchanged)),
+        memory=frozenset[int]().union(
+            *(before[node] | storages_of(parts) for node, parts in parts_of.items() if exchanged)
+        ),
     )
 
 
@@ -198,8 +200,15 @@ class _DispatchLog(operators.TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+# Of a fake tensor, torch 2.15 exchanges the storage in some processes only.
+_TAKE_OVER = frozenset({"aten::shallow_copy_data_"})
+
+
 def _takes_over(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: torch.Tensor) -> bool:
     """Whether an operator gives ``target`` the storage of another argument, as the metadata may show already."""
+    # guard: exchange_by_name
+    if operators.operator_name(overload) in _TAKE_OVER:
+        return True
     leaves, spec = trees.flatten((args, kwargs))
     others = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf is not target]
     if storages_of(others).isdisjoint(storages_of(target)):

@@ -13,6 +13,7 @@ from torch import fx, nn
 import cgpass
 import graphpass as gp
 from graphpass import partition
+from graphpass.regions import execute
 from tests.unit.models import module
 
 X = (3, 4)
@@ -194,3 +195,16 @@ def test_an_exchange_is_known_by_what_happens(function: Callable[..., Any], exch
     parts.stitched(x_now, y_now)
     function(y_eager, torch.tanh(x_now))
     assert torch.equal(y_now, y_eager)
+
+
+def test_an_exchange_that_fake_tensors_do_not_show_is_known_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``aten::shallow_copy_data_`` of torch 2.15, which a writing operator without an exchange stands for here."""
+    monkeypatch.setattr(execute, "_TAKE_OVER", frozenset({"aten::copy_"}))
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    new = graph.call_function(torch.tanh, (x,))
+    graph.output((graph.call_function(torch.exp, (x,)), graph.call_function(write, (y, new))))
+    parts = partition(fx.GraphModule(nn.Module(), graph), example_inputs=(torch.randn(X), torch.randn(X)))
+    assert "exchanged memory" in {reason.kind for region in parts.regions for reason in region.reasons}
+    assert parts.never_full() is not None
+    assert parts.never_padded() is not None
