@@ -273,7 +273,7 @@ class AutoDispatcher:
     def first_captured(self, call: AutoCall, seconds: float) -> None:
         """Record what the first capture of the key of a call took, within ``seconds`` of that call."""
         if self._own is not None:
-            self._own.captured(call.key, seconds)
+            self._own.captured(call.key, call.size, seconds)
 
     def instead(self, call: AutoCall, args: Sequence[Any], reason: Reason) -> AutoCall | Reason:
         """What serves a call whose graph cannot be captured or replayed now: padding, or no graph for this reason."""
@@ -298,6 +298,7 @@ class AutoDispatcher:
             return replace(FASTER_WITHOUT, sizes=self.rules.keys.named(call.real))
         if call.own is None:
             call.own = self._new_call(call.real, args, as_is=False, is_exact=True)
+            call.own.size = size
         return call.own
 
     def _exact_graphs(self, args: Sequence[Any]) -> ExactGraphs | None:

@@ -65,7 +65,7 @@ class ExactGraphs(RecurringSizes):
             return self.find(real)
         return self.size_of(real, group, real_rows, key_rows) if key_rows != real_rows else None
 
-    def captured(self, key: RecurringKey, seconds: float) -> None:
+    def captured(self, key: RecurringKey, size: RecurringSize | None, seconds: float) -> None:
         """Record the first capture of a key."""
         of_regions = [wrapper.entries_at(key.descriptor) for wrapper in self._wrappers]
         costs = [entries[-1].cost for entries in of_regions if entries]
@@ -77,8 +77,7 @@ class ExactGraphs(RecurringSizes):
             run.add(rows, functools.partial(_with_launches, costs[0].run_seconds))
         num_bytes = sum(cost.pool_bytes for cost in costs), sum(cost.driver_bytes for cost in costs)
         self.captured_any(seconds, *num_bytes)
-        size = self.find(key.sizes) if key.is_exact else None
-        if size is not None:
+        if key.is_exact and size is not None:
             before = self._runtime.ledger.rows(self._name, PADDING_BEFORE)[self._mode, key.descriptor]
             before.seconds += size.cost()
             if not self.captured_own(size, seconds, *num_bytes):

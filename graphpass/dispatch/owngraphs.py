@@ -320,6 +320,7 @@ class RecurringSizes:
         """Record the graph of a size, which serves it until it is dropped; returns whether the bound holds."""
         self._own_s += seconds if self._is_timed else self._capture_s(size)
         self._last = self.calls()
+        self._sizes[size.real] = size  # it may have been forgotten
         size.own_bytes = self._last_bytes = self._bytes.charged(pool_bytes, driver_bytes)
         size.asks_at = size.replays + 1  # for the verdict, as soon as the time is known
         return self._is_in_bounds()

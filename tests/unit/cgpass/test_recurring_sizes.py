@@ -192,6 +192,15 @@ def test_a_graph_of_another_runtime_makes_room(rt: GraphRuntime) -> None:
         idle.call(SIZE, times=3)  # padded again
 
 
+def test_a_size_that_was_forgotten_among_many_gets_its_graph(rt: GraphRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphpass.dispatch.owngraphs._MOST_SIZES", 1)
+    fast = Served(rt)
+    fast.call(KEY, KEY, SIZE, SIZE + 1)
+    fast.call(SIZE, times=CALLS + 3)
+    assert fast.exact()[SIZE] > 2
+    assert shared_bytes() > 0
+
+
 def test_what_the_bound_leaves_out_is_in_the_report(rt: GraphRuntime) -> None:
     fast = Served(rt, graph_bytes=1)
     fast.call(SIZE, times=2 * CALLS)
