@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from graphpass.keys import CUDAGraphMode as CUDAGraphMode
     from graphpass.keys import resolve_mode as resolve_mode
     from graphpass.ops import zero_padding as zero_padding
+    from graphpass.regions.rowsapart import rows_apart as rows_apart
     from graphpass.regions.split import partition as partition
     from graphpass.sizeplan import plan_sizes as plan_sizes
 
@@ -72,6 +73,7 @@ _NAMES = {
     "graphpass.graphedmodel": ("GraphedModel", "graphed", "precapture"),
     "graphpass.keys": ("AttentionSupport", "BatchDescriptor", "CUDAGraphMode", "resolve_mode"),
     "graphpass.ops": ("zero_padding",),
+    "graphpass.regions.rowsapart": ("rows_apart",),
     "graphpass.regions.split": ("partition",),
     "graphpass.sizeplan": ("plan_sizes",),
 }

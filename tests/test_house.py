@@ -31,8 +31,8 @@ PUBLIC_TEXT = """
 graphpass: AttentionMetadataBuilder AttentionSupport Batch BatchDescriptor CUDAGraphMode CUDAGraphWrapper
     CudaGraphManager CudagraphDispatcher Dispatch DispatchReason EncoderCudaGraphManager EncoderOptions ForwardContext
     GraphRuntime GraphedModel GraphpassError InputSpec LoraKeys get_forward_context graphed
-    is_forward_context_available partition plan_sizes precapture resolve_mode runtime_of set_forward_context
-    zero_padding
+    is_forward_context_available partition plan_sizes precapture resolve_mode rows_apart runtime_of
+    set_forward_context zero_padding
 graphpass.capture: CallableRecord CapturePolicy CaptureScope CompileSeconds Counts ReachedCall
     ReachedCallable RegionId RegionRecord RegionUse RuntimeStats SizeRecord
 graphpass.dispatch: SizePlan

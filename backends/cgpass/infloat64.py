@@ -34,9 +34,8 @@ _OWN_OPERATORS = frozenset({"graphpass::zero_padding"})
 def region_in_float64(region: Region, args: Sequence[Any]) -> list[torch.Tensor]:
     """Run a region in float64; the tensors that it returns, then copies of its written inputs."""
     with torch.no_grad():
-        written = {
-            position: _wide(args[position].clone()) for position in sorted(region.mutated_inputs)
-        }  # guard: float64_copies
+        # guard: float64_copies
+        written = {position: _wide(args[position].clone()) for position in sorted(region.mutated_inputs)}
         run = _Interpreter(region.graph_module).run
         returned = trees.flatten(run(*(written.get(position, arg) for position, arg in enumerate(args))))[0]
     return [*(value for value in returned if isinstance(value, torch.Tensor)), *written.values()]

@@ -25,6 +25,10 @@ from graphpass.regions.padding.values import (
 
 DECLARE_MASK = "under a mask that is an argument, not one that the model computes, declared with padding={'mask': 0}"
 HIDE_PADDING = f"hide the padding from it {DECLARE_MASK}"
+ROWS_APART = (
+    "if row i of its result depends on row i of its arguments alone, say so: make it a function, and"
+    " call graphpass.rows_apart(function, dims) of it instead"
+)
 MAKE_FINITE = (
     "keep the padding finite: bound the divisor (x / norm.clamp(min=1e-6)), or replace what is not"
     " (x.masked_fill(mask == 0, 0), torch.where); zero times NaN is NaN"

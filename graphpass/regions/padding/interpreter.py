@@ -14,6 +14,7 @@ from graphpass.ledger import PaddingFinding
 from graphpass.regions.padding.attending import infinities_of
 from graphpass.regions.padding.calls import (
     REGISTER_RULE,
+    ROWS_APART,
     OpCall,
     PaddingReason,
     PaddingRule,
@@ -261,7 +262,7 @@ class Walk:
         if not touched and (rule is None or (tensors and all(value.constant is None for value in tensors))):
             return self._fresh(call, wanted)
         if rule is None:
-            remedy = "" if operators.is_of_torch(node.op) else REGISTER_RULE
+            remedy = ROWS_APART if operators.is_of_torch(node.op) else REGISTER_RULE
             # guard: proof_operators_without_a_rule
             return self._fresh(call, wanted, PaddingReason("it has no padding rule", remedy=remedy))
         try:

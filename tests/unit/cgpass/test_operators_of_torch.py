@@ -108,7 +108,7 @@ def test_the_remedy_for_an_operator_of_torch_names_no_rule(compiled: Make) -> No
         "x[0] is not padded, each of its sizes is captured: aten._cdist_forward (it has no padding rule)"
     )
     assert "register_padding_rule" not in found.remedy
-    assert "no padding suits" in found.remedy
+    assert "graphpass.rows_apart(function, dims)" in found.remedy
 
 
 def test_what_cannot_be_registered_is_of_torch() -> None:
