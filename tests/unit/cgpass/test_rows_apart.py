@@ -70,8 +70,9 @@ def test_rows_that_are_not_apart_are_refuted_before_a_wrong_result(compiled: Mak
     assert not fast.is_padded
 
 
-def test_a_size_along_another_dimension_is_exact(compiled: Make) -> None:
-    fast = compiled(lambda x: SPECTRUM(x) * 2, make=lambda size: (torch.randn(3, size),), dynamic_dims={"x": 1})
+@pytest.mark.parametrize("function", [SPECTRUM, gp.rows_apart(lambda x: x.sum(1))], ids=["kept", "summed"])
+def test_a_size_along_another_dimension_is_exact(compiled: Make, function: Callable[..., Any]) -> None:
+    fast = compiled(lambda x: function(x) * 2, make=lambda size: (torch.randn(3, size),), dynamic_dims={"x": 1})
     fast.serve(RAGGED)
     assert "may mix the padded dimension 1" in fast.problem("is not padded").what
     assert not fast.is_padded
