@@ -277,8 +277,7 @@ class RecurringSizes:
         self._aged_at, self._since_s = 0, clock()  # calls when replays were last forgotten; when present rates began
         # The driver uses the memory of dropped executables again: what captures take is measured until the first drop.
         self._bytes, self._has_dropped, self._last_bytes = CaptureBytes(), False, 0
-        self._least_s = math.inf  # of a capture of any key
-        self._own_s = 0.0  # of all captures of sizes
+        self._least_s, self._own_s = math.inf, 0.0  # the least of a capture of any key, all captures of sizes
         self._spent = spent  # in compiling and in captures
         shared.adopt(self)
 
@@ -404,8 +403,7 @@ class RecurringSizes:
             return False
         if since < 2 * CALLS_BETWEEN and not self._costs_most(size):  # after that, the other had time to come
             return False
-        num_bytes = max(self._last_bytes, self._bytes.mean()[1])
-        if self._shared.has_room(num_bytes, self._limit, self._saves(size)):
+        if self._shared.has_room(max(self._last_bytes, self._bytes.mean()[1]), self._limit, self._saves(size)):
             return True
         self.leave_out(size)
         size.asks_at = size.replays + max(CALLS_BETWEEN, replays // 4)
