@@ -201,10 +201,15 @@ class PaddedInput:
 
 
 class PaddedArguments:
-    """The padded inputs of one call. Inputs of one dtype are filled in one launch where their layout allows it."""
+    """The padded inputs of one call. Inputs of one dtype are filled in one launch where their layout allows it.
 
-    def __init__(self, inputs: Sequence[PaddedInput] = ()) -> None:
-        self.all = tuple(inputs)
+    Args:
+        inputs: the padded inputs.
+        numbers: (position, value) of the int arguments that depend on the padded sizes.
+    """
+
+    def __init__(self, inputs: Sequence[PaddedInput] = (), numbers: Sequence[tuple[int, int]] = ()) -> None:
+        self.all, self._numbers = tuple(inputs), tuple(numbers)
         dtypes = Counter(padded.buffer.dtype for padded in inputs if padded.num_repeats is not None)
         groups: dict[bool, list[PaddedInput]] = {True: [], False: []}
         for padded in inputs:
@@ -212,6 +217,15 @@ class PaddedArguments:
         self._together, self._others = groups[True], groups[False]
         rows = [row for padded in self._together for row in _rows_of(padded)]
         self._copies = GroupedCopies(rows, rows)
+
+    def placed(self, args: Sequence[Any]) -> list[Any]:
+        """The arguments at the padded sizes: the padded buffers, and the other arguments."""
+        placed = list(args)
+        for padded in self.all:
+            placed[padded.position] = padded.buffer
+        for position, number in self._numbers:
+            placed[position] = number
+        return placed
 
     def fill(self, args: Sequence[Any]) -> None:
         """Copy the arguments into the real parts of the buffers, and fill the padding."""

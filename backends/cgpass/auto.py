@@ -1,154 +1,56 @@
-"""Decides how calls without a forward context run: by which key, with which padded inputs, and how results are cut.
+"""Runs the calls of a callable that have no forward context: replays, captures, or runs without a graph.
 
 The first call of a key runs the compiled regions without a graph and warms them up, the second captures, later calls
-replay. A size whose padding cannot change real entries is rounded up to the next size of its ladder: the graph's inputs
-are padded and its outputs cut. Dynamo has already run the user's Python with the unpadded tensors, so the user's code
-never sees padding.
-
-The decision about a call is an :class:`AutoCall`, which the callable runs. It is kept for later calls of equal sizes.
+replay. What serves a call is looked up by its sizes, see :mod:`cgpass.servedcalls`.
 """
 
 from __future__ import annotations
 
-import math
-import threading
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from cgpass.exactgraphs import ExactGraphs
+from cgpass.appended import AppendedInputs
 from cgpass.keyrules import AutoRules
 from cgpass.nograph import (
     BUSY,
+    CHECKED,
     EMPTY,
     FASTER_WITHOUT,
     FIRST_CALLS,
+    NOT_PADDED,
     NUMBER_IN_KEY,
     ON_THE_CPU,
     OTHER_INPUTS,
     FailedCaptures,
+    NoGraphNowError,
     refused,
 )
-from cgpass.outputs import OutputCuts, TensorCut
-from cgpass.sizes import InputLayout, value_at
-from graphpass.capture.pool import PoolLease
-from graphpass.capture.replay import GraphEntry
+from cgpass.paddingcheck import PaddedCall, fault_of_padding
+from cgpass.servedcalls import ServedCall, ServedCalls
+from cgpass.wrappers import CallableGraphs
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.scope import CaptureScope
-from graphpass.capture.staging import storage_id
-from graphpass.capture.wrapper import CUDAGraphWrapper
+from graphpass.capture.settings import restoring
 from graphpass.compat import memory
+from graphpass.compile import Tuner
+from graphpass.context import ForwardContext
 from graphpass.dispatch.owngraphs import MOST_LOSSES, RecurringSize, Serve
 from graphpass.dispatch.recurring import RecurringKey
-from graphpass.keys import BatchDescriptor
-from graphpass.ledger import CountedReason, Reason, Row, named_sizes
+from graphpass.errors import CaptureError, MismatchError, StaticInputError
+from graphpass.keys import BatchDescriptor, CUDAGraphMode
+from graphpass.ledger import CountedReason, Reason, named_sizes
 from graphpass.options import Settings
-from graphpass.paddedinputs import PaddedArguments, PaddedInput, PaddedMemory
 from graphpass.saved.files import UsedKeys
-
-_MAX_REMEMBERED = 4096
-_NO_INPUTS = PaddedArguments()
-
-
-@dataclass(slots=True)
-class AutoCall:
-    """The decision about all calls of the same real sizes: their key, inputs and cuts."""
-
-    key: RecurringKey
-    real: tuple[int, ...]  #: the real size of each key field
-    counts: Row  #: of the key, for calls
-    seen: tuple[tuple[Counter[int], int], ...]  #: (counts of a field's sizes in all calls, the size in these calls)
-    num_real: int = 1  #: product of the real sizes
-    num_padded: int = 1  #: product of the key's sizes
-    inputs: PaddedArguments = _NO_INPUTS
-    written: tuple[PaddedInput, ...] = ()  #: those of ``inputs`` that the graph writes to
-    numbers: tuple[tuple[int, int], ...] = ()  #: (position, value) of the int arguments that depend on the key's sizes
-    cuts: OutputCuts | None = None  #: None if nothing is padded, and the wrapper stages the inputs
-    #: {address of the first static input: its replay}, one for each instance of a module that shares the callable
-    known: dict[int, KnownReplay] = field(default_factory=dict)
-    size: RecurringSize | None = None  #: counts these calls for a graph of their own; None if they never get one
-    own: AutoCall | None = None  #: the same over the graph of their own size; None before there is one
-
-    @property
-    def needs_check(self) -> bool:
-        """Whether these calls have padding, and no padded call of their key was checked."""
-        return not self.key.is_checked and self.num_padded != self.num_real
-
-    def count(self) -> None:
-        """Count a call that has run over a graph."""
-        counts, size = self.counts, self.size
-        if size is not None:
-            size.replays += 1
-        counts.n += 1
-        counts.real += self.num_real
-        counts.padded += self.num_padded
-
-    def placed(self, args: Sequence[Any]) -> list[Any]:
-        """The graph's arguments at the key's sizes: the padded buffers, and the other arguments."""
-        placed = list(args)
-        for padded in self.inputs.all:
-            placed[padded.position] = padded.buffer
-        for position, number in self.numbers:
-            placed[position] = number
-        return placed
-
-    def filled(self, args: Sequence[Any]) -> list[Any]:
-        """Fill the padded buffers; the graph's arguments at the key's sizes."""
-        filled = self.placed(args)
-        self.inputs.fill(args)
-        return filled
-
-
-@dataclass(frozen=True, slots=True)
-class KnownReplay:
-    """A FULL graph that has served calls of known sizes and weights: the next such call has nothing to look up.
-
-    It fills the padded buffers, compares the static inputs with those of the graph, replays, and copies the results.
-    Every other call goes through the wrappers.
-    """
-
-    entry: GraphEntry
-    generation: int  #: of the pool lease when the entry was found: after a graph is dropped, it is looked up again
-    #: (cut, view of the real part) of the outputs that are cut and share no storage
-    apart: Sequence[tuple[TensorCut, torch.Tensor]]
-    is_direct: bool  #: False if the graph writes to inputs, returns views of them or reads the context
-
-    @classmethod
-    def of(cls, entry: GraphEntry, generation: int, call: AutoCall) -> KnownReplay:
-        """The replay of ``entry``, which a lease of ``generation`` has, for calls like ``call``."""
-        plan, outputs, cuts = entry.plan, entry.outputs, call.cuts
-        reads = plan.reads.numbers or plan.reads.paths or plan.inputs.pool_inputs
-        writes = plan.inputs.mutates or call.written
-        returns_views = outputs.viewed_positions or (cuts is not None and cuts.views)
-        is_direct = not (reads or writes or returns_views)
-        apart = cuts.apart(outputs.build(())) if cuts is not None and is_direct else ()
-        return cls(entry, generation, apart, is_direct)
-
-    def run(self, call: AutoCall, args: Sequence[Any], lease: PoolLease, who: str, *, clones_outputs: bool) -> Any:
-        """What the graph returns, cut; None, with nothing done, if it does not serve these static inputs any more."""
-        entry, plan, leaves = self.entry, self.entry.plan, call.placed(args)
-        lease.acquire_for_one_replay(who)
-        try:
-            # guard: known_replay_is_current
-            if self.generation != lease.generation or not plan.serves(leaves):
-                return None
-            plan.inputs.check(leaves)
-            call.inputs.fill(args)
-            outputs = plan.run(leaves, lease)
-            if call.cuts is None:
-                outputs = entry.outputs.for_caller(outputs, clone=clones_outputs)
-            else:
-                outputs = call.cuts.apply(outputs, args, lease.forward_storages, self.apart)
-        finally:
-            lease.release()
-        return entry.build_result(outputs)
+from graphpass.servedsize import run
 
 
 class AutoDispatcher:
-    """Decides about the calls of one callable that have no forward context. Owns the padded buffers."""
+    """Runs the calls of one callable that have no forward context."""
 
     def __init__(
         self,
@@ -156,39 +58,47 @@ class AutoDispatcher:
         runtime: GraphRuntime,
         rules: AutoRules,
         settings: Settings,
-        wrappers: Sequence[CUDAGraphWrapper],
+        graphs: CallableGraphs,
+        appended: AppendedInputs | None,
         device: torch.device,
     ) -> None:
-        self.rules = rules
-        self._device = device  # of the arguments
-        self.is_strict = settings.padding_check == "strict"  #: whether a call without a graph is an error
-        self._settings, self._is_silent = settings, settings.on_fallback == "silent"
-        self._wrappers = wrappers  # of the graphs of each key
-        self._name, self._runtime = name, runtime
-        self._places = tuple(size.place for size in rules.sizes.sizes)
-        self._layout_numbers = rules.sizes.layout_numbers
-        self._may_share = tuple(dict.fromkeys((*rules.dynamic, *rules.written)))
-        self._watches_memory = bool(rules.padded) and bool(rules.written) and len(self._may_share) > 1
-        self._memory = PaddedMemory[int]()
-        self._calls: dict[tuple[Any, ...], AutoCall] = {}
-        self._new = threading.Lock()  # makes calls: two buffers of one key would be two graphs
-        self._own: ExactGraphs | None = None
+        self._name, self._runtime, self._rules, self._graphs = name, runtime, rules, graphs
+        self._settings, self._appended, self._device = settings, appended, device  # of the arguments
+        self._calls = ServedCalls(name, runtime, rules, settings, graphs)
         self._refused: dict[str, CountedReason] = {}
         self._failures = FailedCaptures(name)
-        self._is_refuted = False
         self._generation = runtime.lease.generation
+        self._knows_replays = rules.mode is CUDAGraphMode.FULL and not settings.policy.compare
         self.used: UsedKeys | None = None  #: with ``warm_start``: written when the graphs are dropped
         runtime.adopt_dispatcher(self)
 
-    def decide(self, args: Sequence[Any], scope: CaptureScope | None) -> AutoCall | Reason:
+    def call(self, args: Sequence[Any], scope: CaptureScope | None) -> Any:
+        """Replay, capture, or run the compiled regions without graphs."""
+        call = self._decided(args, scope)
+        while not isinstance(call, Reason):
+            try:
+                if scope is not None or not call.key.is_captured:
+                    return self._captured(call, args, scope)
+                returned = self._known_replay(call, args)
+                if returned is not None:
+                    return returned
+                return self._run(call, args, may_capture=False)
+            except NoGraphNowError as error:
+                call = self._instead(call, args, error.reason)
+        self._count_without_graph(call)
+        return self._graphs.stitched(*args)
+
+    # -- deciding -----------------------------------------------------------------------------------------------------
+
+    def _decided(self, args: Sequence[Any], scope: CaptureScope | None) -> ServedCall | Reason:
         """How a call runs over a graph, or why it runs without one now."""
         reason = self._never_or_not_now(scope)
         if reason is not None:
             return reason
-        for position in self.rules.dynamic:
+        for position in self._rules.dynamic:
             if not args[position].numel():
                 return EMPTY
-        call, keys = self._call_of(args), self.rules.keys
+        call, keys = self._call_of(args), self._rules.keys
         for seen, size in call.seen:
             seen[size] += 1
         if call.size is not None and scope is None:  # guard: exact_in_scopes
@@ -204,14 +114,14 @@ class AutoDispatcher:
         is_warm, refusal = keys.counted(call.key), keys.refusal(call.key)
         if refusal is not None:
             return self._unless_error(refusal)
-        if is_warm or self.is_strict:
+        if is_warm or self._is_strict:
             return call
         numbers = keys.numbers(call.key)
         return replace(NUMBER_IN_KEY, sizes=numbers) if numbers else FIRST_CALLS
 
     def _never_or_not_now(self, scope: CaptureScope | None) -> Reason | None:
         """Why no call, or none for the moment, runs over a graph; None if calls do."""
-        off = self.rules.off
+        off = self._rules.off
         if off is not None:
             return off if off.is_expected else self._unless_error(off)
         if self._is_beside_a_gpu():
@@ -223,19 +133,24 @@ class AutoDispatcher:
             return BUSY
         return None
 
+    @property
+    def _is_strict(self) -> bool:
+        """Whether a call without a graph is an error."""
+        return self._settings.padding_check == "strict"
+
     def _is_beside_a_gpu(self) -> bool:
         """Whether the arguments are on the CPU, but the graphs of the runtime on a GPU."""
         device = self._runtime.lease.device
         return self._device.type == "cpu" and device is not None and device.type != "cpu"
 
-    def without_graph(self, reason: Reason) -> None:
+    def _count_without_graph(self, reason: Reason) -> None:
         """Count a call that runs without a graph under ``reason``, and report the reason the first time."""
         calls = self._refused.get(reason.why)
         if calls is None:
             calls = self._refused[reason.why] = self._runtime.ledger.without_graph(self._name, reason)
         if calls.count_call(reason) and not reason.is_expected:
             self._warn(reason)
-        if self.is_strict:
+        if self._is_strict:
             raise refused(self._name, reason, "padding_check is 'strict'", "set padding_check='prove'")
 
     def _unless_error(self, reason: Reason) -> Reason:
@@ -243,89 +158,212 @@ class AutoDispatcher:
             raise refused(self._name, reason, "on_fallback is 'error'", "set on_fallback='warn'")
         return reason
 
-    def failed(self, key: RecurringKey, error: BaseException) -> Reason:
+    def _failed(self, key: RecurringKey, error: BaseException) -> Reason:
         """Record that the capture of a key failed; its later calls run without a graph for the returned reason."""
-        key.refusal = self._failures.failed(self.rules.keys.named(key.sizes), error)
-        size = self._own.find(key.sizes) if self._own is not None and key.is_exact else None
-        if self._own is not None and size is not None:
-            self._own.dropped(size, MOST_LOSSES)
+        key.refusal = self._failures.failed(self._rules.keys.named(key.sizes), error)
+        size = self._calls.exact.find(key.sizes) if self._calls.exact is not None and key.is_exact else None
+        if self._calls.exact is not None and size is not None:
+            self._calls.exact.dropped(size, MOST_LOSSES)
         return key.refusal
 
-    def failed_in_parts(self, key: RecurringKey, error: BaseException) -> None:
-        """:meth:`failed`, and report it, for a call that has nevertheless run to its end."""
-        self._warn(self.failed(key, error))
-
-    def refute(self) -> None:
-        """Pad no further call: the run-time check found that padding changes results."""
-        self._is_refuted = True
-
     def _warn(self, reason: Reason) -> None:
-        at = f"{self._name} {named_sizes(reason.sizes)}".rstrip()
+        at, is_silent = f"{self._name} {named_sizes(reason.sizes)}".rstrip(), self._settings.on_fallback == "silent"
         text = f"runs without a graph: {reason.why}"
-        self._runtime.warn(text, reason.remedy, at=at, is_silent=self._is_silent, is_recorded=True)
+        self._runtime.warn(text, reason.remedy, at=at, is_silent=is_silent, is_recorded=True)
 
     # -- sizes that get graphs of their own ----------------------------------------------------------------------------
 
-    def captured(self, key: RecurringKey) -> None:
-        """Record the graphs that a key has now."""
-        self.rules.keys.captured(key, self._num_graphs(key.descriptor))
-
-    def first_captured(self, call: AutoCall, seconds: float) -> None:
-        """Record what the first capture of the key of a call took, within ``seconds`` of that call."""
-        if self._own is not None:
-            self._own.captured(call.key, call.size, seconds)
-
-    def instead(self, call: AutoCall, args: Sequence[Any], reason: Reason) -> AutoCall | Reason:
+    def _instead(self, call: ServedCall, args: Sequence[Any], reason: Reason) -> ServedCall | Reason:
         """What serves a call whose graph cannot be captured or replayed now: padding, or no graph for this reason."""
         if not call.key.is_exact:
             return reason
-        if self._own is not None and call.size is not None and reason is OTHER_INPUTS and call.key.is_captured:
-            self._own.drop(call.size, losses=1)
+        if self._calls.exact is not None and call.size is not None and reason is OTHER_INPUTS and call.key.is_captured:
+            self._calls.exact.drop(call.size, losses=1)
         return self._call_of(args)
 
-    def _serving(self, call: AutoCall, size: RecurringSize, args: Sequence[Any]) -> AutoCall | Reason:
+    def _serving(self, call: ServedCall, size: RecurringSize, args: Sequence[Any]) -> ServedCall | Reason:
         """What serves a call of a size that may recur: padding, its own graph, or none."""
         is_due, has_own = size.replays >= size.asks_at, size.own_bytes is not None
-        if self._own is None or not (is_due or has_own):
+        if self._calls.exact is None or not (is_due or has_own):
             return call
         if not has_own and self._num_graphs(call.key.descriptor) != 1:  # guard: exact_for_one_instance
             size.asks_at = 2 * size.replays
             return call
-        serve = self._own.serve(size)
+        serve = self._calls.exact.serve(size)
         if serve is Serve.PADDED:
             return call
         if serve is Serve.WITHOUT:
-            return replace(FASTER_WITHOUT, sizes=self.rules.keys.named(call.real))
-        if call.own is None:
-            call.own = self._new_call(call.real, args, as_is=False, is_exact=True)
-            call.own.size = size
-        return call.own
-
-    def _exact_graphs(self, args: Sequence[Any]) -> ExactGraphs | None:
-        if self._own is None and self._settings.graph_bytes != 0:
-            device = self._runtime.lease.device_for(args).device
-            self._own = ExactGraphs(self._name, self._runtime, self.rules, self._settings, self._wrappers, device)
-        return self._own
+            return replace(FASTER_WITHOUT, sizes=self._rules.keys.named(call.real))
+        return self._calls.own_of(call, args)
 
     def _num_graphs(self, descriptor: BatchDescriptor) -> int:
         """How many graphs a key has: one for each set of static inputs; 0 if a region has none."""
-        return min([len(wrapper.entries_at(descriptor)) for wrapper in self._wrappers], default=0)
+        return min(map(len, self._graphs.entries_at(self._rules.mode, descriptor)), default=0)
 
-    # -- what the runtime asks ----------------------------------------------------------------------------------------
+    def _call_of(self, args: Sequence[Any]) -> ServedCall:
+        """What serves a call, under padding where that is possible."""
+        if self._generation != self._runtime.lease.generation:  # some graph was dropped: count the remaining graphs
+            self._generation = self._runtime.lease.generation
+            self._rules.keys.recount(self._num_graphs)
+            if self._calls.exact is not None:
+                self._calls.exact.recount()
+        return self._calls.of(args)
 
-    def buffer_bytes(self) -> int:
-        """Bytes of the padded inputs."""
-        return self._memory.num_bytes()
+    # -- running ------------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Drop keys, buffers and all remembered calls; called when the graphs are dropped."""
-        problem = None if self.used is None else self.used.write(self.rules.keys.used(lambda key: self._counts(key).n))
-        if problem is not None:
-            self._runtime.ledger.note(problem, at=self._name, is_problem=True)
-        self._own = None
-        self._memory.clear()
-        self._calls.clear()
-        self.rules.keys.forget()
+    def _known_replay(self, call: ServedCall, args: Sequence[Any]) -> Any:
+        """What a call returns that a known FULL graph serves; None for any other call."""
+        # guard: known_replay_is_checked
+        if not self._knows_replays or call.needs_check or torch.is_grad_enabled():
+            return None
+        graphs, lease = self._graphs, self._runtime.lease
+        anchor, generation = args[graphs.static[0]].data_ptr() if graphs.static else 0, lease.generation
+        known = call.known.get(anchor)
+        if known is None or known.generation != generation:
+            entry = graphs.full.entry_for(call.key.descriptor, call.inputs.placed(args))
+            if entry is None:
+                return None
+            known = call.know(anchor, entry, generation, clones=self._settings.policy.clones_outputs)
+        if known.plan is None:
+            return None
+        returned = run(known, args, lease, self._name)
+        if returned is not None:
+            call.count()
+        return returned
+
+    def _captured(self, call: ServedCall, args: Sequence[Any], scope: CaptureScope | None) -> Any:
+        """Run, and capture each missing graph."""
+        start_s = self._clock_s()
+        if scope is not None:  # explicit capture: errors go to the caller who opened the scope
+            is_new = not call.key.is_captured
+            outputs = self._run(call, args, may_capture=True)
+            if is_new:
+                self._rules.keys.captured(call.key, self._num_graphs(call.key.descriptor))
+        else:
+            with self._permission(call.key):
+                is_new = not call.key.is_captured  # guard: capture_timed_once
+                outputs = self._run(call, args, may_capture=True)
+            device = self._runtime.lease.device
+            if call.key.is_captured and device is not None and device.type == "cuda":
+                torch.cuda.empty_cache()  # replays do not use blocks that earlier eager calls left in the cache
+        if is_new and call.key.is_captured:
+            self._count_capture(call, self._clock_s() - start_s)
+        return outputs
+
+    def _count_capture(self, call: ServedCall, seconds: float) -> None:
+        """Record what the first capture of the key of a call took, within ``seconds`` of that call."""
+        if self._calls.exact is not None:
+            self._calls.exact.captured(call.key, call.size, seconds)
+
+    def _clock_s(self) -> float:
+        """Seconds on a clock that stands still while regions are tuned."""
+        return time.perf_counter() - self._runtime.owned(Tuner).spent_s  # guard: tuning_is_no_capture
+
+    @contextlib.contextmanager
+    def _permission(self, key: RecurringKey) -> Iterator[None]:
+        """Permit the capture of a key inside the ``with`` block; afterwards, record whether it succeeded."""
+        with self._runtime.scopes.opened_automatically() as scope:
+            if scope is None:
+                raise NoGraphNowError(BUSY)
+            try:
+                yield
+            except (NoGraphNowError, MismatchError):
+                raise
+            except Exception as error:
+                if self._rules.mode is not CUDAGraphMode.FULL:  # some regions may have run
+                    raise
+                raise NoGraphNowError(self._failed(key, error)) from error
+            if scope.failures:
+                self._warn(self._failed(key, scope.failures[0]))
+            else:
+                self._rules.keys.captured(key, self._num_graphs(key.descriptor))
+
+    def _run(self, call: ServedCall, args: Sequence[Any], *, may_capture: bool) -> Any:
+        """Fill the buffers, replay and cut the outputs while holding the pool lease; capture if permitted."""
+        context = ForwardContext(
+            None, self._rules.mode, call.key.descriptor, None, None, None, None, None, owner=self._name
+        )
+        if call.results.cuts is None:
+            outputs = self._key_outputs(call, context, args, may_capture=may_capture)
+            call.count()
+            return outputs
+        lease = self._runtime.lease
+        lease.acquire(context, args, self._name)
+        try:
+            if call.results.cuts.views or call.results.written:  # the replay overwrites views of an earlier call
+                args = lease.without_stale(args, tuple(self._rules.padded))
+            if call.needs_check:  # guard: padding_checked_at_run_time
+                self._check(call, context, args, may_capture=may_capture)
+            call.inputs.fill(args)
+            placed = call.inputs.placed(args)
+            returned = self._key_outputs(call, context, placed, may_capture=may_capture)
+            cut = call.results.hand_out(self._graphs.flat(returned), args, lease)
+        finally:
+            lease.release()
+        call.count()
+        return self._graphs.rebuilt(returned, cut)
+
+    def _key_outputs(self, call: ServedCall, context: ForwardContext, args: Sequence[Any], *, may_capture: bool) -> Any:
+        """The outputs of a key. A key that has a graph, but not for these static inputs, may be captured once more."""
+        key, is_cut = call.key, call.results.cuts is not None
+        if may_capture:
+            return self._graphs.run_key(context, args, is_cut=is_cut)
+        # PIECEWISE without permission must replay as a whole: else some regions would have run before one is refused.
+        is_full = self._rules.mode is CUDAGraphMode.FULL
+        plan = None if is_full else self._graphs.plan_at(key.descriptor, args)
+        if is_full or plan is not None:
+            try:
+                return self._graphs.run_key(context, args, is_cut=is_cut, plan=plan)
+            except StaticInputError:
+                if self._settings.policy.on_moved_input != "copy":
+                    raise
+            except CaptureError:
+                pass
+        keys = self._rules.keys
+        if key.is_exact:  # guard: exact_for_other_inputs
+            raise NoGraphNowError(OTHER_INPUTS)
+        if not key.is_declared and keys.num_graphs >= keys.max_graphs:
+            why = f"static inputs moved, and max_graphs={keys.max_graphs} graphs are captured"
+            raise NoGraphNowError(Reason(why, "refill them in place (`tensor.copy_(new)`), or raise max_graphs"))
+        with self._permission(key):
+            return self._graphs.run_key(context, args, is_cut=is_cut)
+
+    def _check(self, call: ServedCall, context: ForwardContext, args: Sequence[Any], *, may_capture: bool) -> None:
+        """Replay with several contents of the padding; if real entries differ, pad no later call of this graph."""
+        call.inputs.fill(args)
+        filled = call.inputs.placed(args)
+
+        def replay() -> Sequence[Any]:
+            return self._graphs.flat(self._key_outputs(call, context, filled, may_capture=may_capture))
+
+        with self._graphs.uncounted(call.key.descriptor):
+            fault, is_noisy = fault_of_padding(
+                PaddedCall(
+                    call=call,
+                    rules=self._rules,
+                    args=args,
+                    filled=filled,
+                    replay=replay,
+                    run_unpadded=lambda: self._graphs.flat(self._graphs.stitched(*args)),
+                    device=self._runtime.lease.device_for(filled).device,
+                )
+            )
+        name = f"{self._name} {call.key.descriptor}"
+        if is_noisy:
+            text = "replays of equal contents differ; padding was compared within their spread"
+            self._runtime.warn(text, "set torch.use_deterministic_algorithms(True) for a check by bits", at=name)
+        call.key.is_checked = fault is None
+        if fault is not None:
+            self._calls.is_refuted = True
+            self._runtime.warn(f"{fault}; its calls are no longer padded", NOT_PADDED, at=name)
+            if self._is_strict:
+                raise MismatchError(
+                    f"{name}: {fault}",
+                    expected="real entries that do not depend on the padding",
+                    found=f"others at the real sizes {call.real}",
+                    remedy=NOT_PADDED,
+                )
+            raise NoGraphNowError(CHECKED)
 
     # -- ahead of the calls -------------------------------------------------------------------------------------------
 
@@ -334,128 +372,41 @@ class AutoDispatcher:
 
         With ``warm_start``, also the keys that traffic used in an earlier process.
         """
-        if self.rules.off is not None or self._is_beside_a_gpu():
+        if self._rules.off is not None or self._is_beside_a_gpu():
             return []
         used = () if self.used is None else self.used.keys
-        return self.rules.keys.ladder_keys(self._read(args), used)
+        return self._rules.keys.ladder_keys(self._calls.sizes(args), used)
 
-    def example_of(self, key: RecurringKey, args: Sequence[Any]) -> tuple[AutoCall, list[Any]]:
-        """A call of exactly ``key``, which serves nobody and is not counted, and its arguments."""
-        example = self._stretched(args, key.sizes)
-        call = self._call_of(example)
-        if key.is_exact and call.key is not key:
-            call = self._new_call(key.sizes, example, as_is=False, is_exact=True)
-        return replace(call, counts=Row()), example
-
-    def _stretched(self, args: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
-        """Arguments at other sizes: entries of ``args`` repeated, so that every value is valid."""
-        named = self.rules.sizes.named(sizes)
-        stretched = list(args)
-        for position, number in self.rules.sizes.numbers_at(named).items():
-            stretched[position] = number
-        for position, layout in self.rules.sizes.layouts.items():
-            value = args[position]
-            for dim, size in enumerate(layout.shape):
-                wanted = value_at(size, named)
-                if value.shape[dim] != wanted:
-                    value = value.index_select(dim, torch.arange(wanted, device=value.device) % value.shape[dim])
-            stretched[position] = value
-        return stretched
-
-    # -- decisions ----------------------------------------------------------------------------------------------------
-
-    def _read(self, args: Sequence[Any]) -> tuple[int, ...]:
-        return tuple([args[p] if dim is None else args[p].shape[dim] for p, dim in self._places])
-
-    def _call_of(self, args: Sequence[Any]) -> AutoCall:
-        """The decision about calls of the sizes and layouts of ``args``."""
-        if self._generation != self._runtime.lease.generation:  # some graph was dropped: count the remaining graphs
-            self._generation = self._runtime.lease.generation
-            self.rules.keys.recount(self._num_graphs)
-            if self._own is not None:
-                self._own.recount()
-        real = self._read(args)
-        layout = tuple([args[position] for position in self._layout_numbers])
-        # guard: padded_inputs_share_memory
-        as_is = self._is_refuted or (self._watches_memory and self._shares_memory(args))
-        call = self._calls.get((real, layout, as_is))
-        if call is None:
-            if len(self._calls) >= _MAX_REMEMBERED:
-                self._calls = {}
-            call = self._calls[real, layout, as_is] = self._new_call(real, args, as_is=as_is)
-        return call
-
-    def _shares_memory(self, args: Sequence[Any]) -> bool:
-        """Whether inputs share memory: in separate buffers, a write of the graph to one would not reach the others."""
-        storages = [storage for position in self._may_share if (storage := storage_id(args[position]))]
-        return len(set(storages)) != len(storages)
-
-    def _new_call(self, real: tuple[int, ...], args: Sequence[Any], *, as_is: bool, is_exact: bool = False) -> AutoCall:
-        with self._new:  # guard: one_buffer_for_threads
-            keys = self.rules.keys
-            if not self.rules.padded:
-                return self._exact(keys.key_of(real), real)
-            if keys.differs(real):  # guard: sizes_of_one_name_differ
-                remedy = "give each a name of its own in dynamic_dims"
-                return self._as_is(real, "sizes of one key field differ in a call", remedy)
-            if self._watches_memory and as_is and self._shares_memory(args):
-                remedy = "pass a copy (`x.clone()`) of the input that the model only reads"
-                return self._as_is(real, "inputs share memory, and the graph writes to an input", remedy)
-            if as_is:
-                return self._exact(keys.key_of(real, as_is=True), real)
-            key = keys.exact_key(real) if is_exact else keys.key_of(real)
-            found = self._inputs(real, key.sizes, args)
-            if isinstance(found, InputLayout):
-                remedy = f"make it contiguous (`{found.name}.contiguous()`)"
-                return self._as_is(real, f"no dense buffer has the strides of {found.name}", remedy)
-            inputs, numbers = found
-            strides = {e: args[p] for p, e in self.rules.sizes.numbers.items() if getattr(e, "is_Symbol", False)}
-            counts, exact = self._counts(key), self._exact_graphs(args)
-            size = None if exact is None else exact.record(key, real, counts)
-            return AutoCall(
-                key,
-                real,
-                counts,
-                self._seen(real),
-                num_real=math.prod(real),
-                num_padded=math.prod(key.sizes),
-                inputs=inputs,
-                written=tuple(padded for padded in inputs.all if padded.is_written),
-                numbers=numbers,
-                cuts=self.rules.outputs.cuts({**strides, **self.rules.sizes.named(real)}),
-                size=size,
+    def capture_key(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> None:
+        """Capture one key of :meth:`ladder`; afterwards, restore all tensors that the graph writes."""
+        key = next(key for key in self.ladder(args) if key.descriptor == descriptor)
+        with torch.no_grad():  # as in the call: the step of an optimizer turns autograd off by itself
+            call, example = self._calls.example_of(key, args)
+            if self._appended is not None:
+                example = self._appended.at_sizes_of(example)  # guard: real_sizes_of_examples
+            written = [example[position] for position in self._rules.written]
+            generators = [value for value in example if isinstance(value, torch.Generator)]
+            with restoring(written, generators, self._runtime.lease.device_for(example).device):
+                self._captured(call, example, self._runtime.scopes.current())
+        if not key.is_captured:
+            raise CaptureError(
+                f"{self._name} could not be captured at {descriptor}",
+                expected="a graph that can be captured at each of its capture sizes",
+                found=str(key.refusal or "inputs that share memory, or another capture in progress"),
+                remedy="leave the size out of capture_sizes, or fix the cause that the report names",
             )
 
-    def _inputs(
-        self, real: Sequence[int], sizes: Sequence[int], args: Sequence[Any]
-    ) -> tuple[PaddedArguments, tuple[tuple[int, int], ...]] | InputLayout:
-        """The padded inputs and the numbers at ``sizes``; or the layout of an input that no dense buffer has."""
-        graph, rules = self.rules.sizes, self.rules
-        padded, unpadded = graph.named(sizes), graph.named(real)
-        numbers = graph.dense_numbers(rules.padded, padded)
-        if isinstance(numbers, InputLayout):
-            return numbers
-        inputs = []
-        for position, rule in rules.padded.items():
-            layout = graph.layouts[position]
-            shape, real_shape = (tuple([value_at(s, at) for s in layout.shape]) for at in (padded, unpadded))
-            buffer = self._memory.view(position, shape, args[position], layout.order)
-            is_written = position in rules.written
-            inputs.append(PaddedInput.of(position, layout.name, buffer, real_shape, rule, is_written=is_written))
-        return PaddedArguments(inputs), tuple({**numbers, **graph.numbers_at(padded)}.items())
+    # -- what the runtime asks ----------------------------------------------------------------------------------------
 
-    def _as_is(self, real: tuple[int, ...], why: str, remedy: str) -> AutoCall:
-        """The decision about calls that cannot be padded, which is reported."""
-        self._runtime.warn(f"calls are not padded: {why}", remedy, at=self._name, is_silent=self._is_silent)
-        return self._exact(self.rules.keys.key_of(real, as_is=True), real)
+    def buffer_bytes(self) -> int:
+        """Bytes of the padded inputs."""
+        return self._calls.num_bytes()
 
-    def _exact(self, key: RecurringKey, real: tuple[int, ...]) -> AutoCall:
-        return AutoCall(key, real, self._counts(key), self._seen(real))
-
-    def _seen(self, real: Sequence[int]) -> tuple[tuple[Counter[int], int], ...]:
-        of_key = {field.name: size for field, size in zip(self.rules.keys.fields, real, strict=True)}
-        named = {**self.rules.sizes.fixed, **of_key}  # torch.compile has a graph of its own for size 1
-        return tuple((self._runtime.ledger.sizes[name], size) for name, size in named.items())
-
-    def _counts(self, key: RecurringKey) -> Row:
-        return self._runtime.ledger.rows(self._name, "called")[self.rules.mode, key.descriptor]
+    def close(self) -> None:
+        """Drop keys, buffers and all remembered calls; called when the graphs are dropped."""
+        keys = self._rules.keys
+        problem = None if self.used is None else self.used.write(keys.used(lambda key: self._calls.row_of(key).n))
+        if problem is not None:
+            self._runtime.ledger.note(problem, at=self._name, is_problem=True)
+        self._calls.forget()
+        keys.forget()

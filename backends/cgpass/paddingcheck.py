@@ -18,9 +18,9 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from cgpass.auto import AutoCall
 from cgpass.keyrules import AutoRules
 from cgpass.outputs import OutputCuts
+from cgpass.servedcalls import ServedCall
 from graphpass.capture.compare import has_fractions, in_double, largest_difference
 from graphpass.capture.settings import restoring
 from graphpass.errors import GraphpassError
@@ -42,7 +42,7 @@ _Entries: TypeAlias = dict[str, torch.Tensor]
 class PaddedCall:
     """One call at a key larger than its real sizes, which can be repeated."""
 
-    call: AutoCall  #: its key, padded inputs and cuts
+    call: ServedCall  #: its key, padded inputs and cuts
     rules: AutoRules  #: of the graph's dispatcher
     args: Sequence[Any]  #: the caller's arguments
     filled: Sequence[Any]  #: the graph's arguments at the key's sizes
@@ -66,12 +66,12 @@ class PaddedCall:
                 others.fill(padded, magnitude)
         with self.restoring(self.filled[p] for p in self.rules.written):  # guard: padding_check_undone
             found = {f"output {index}": part for index, part in self._cuts.real_parts(self.replay()).items()}
-            found |= self._written({padded.position: padded.real for padded in self.call.written})
+            found |= self._written({padded.position: padded.real for padded in self.call.results.written})
             return {name: tensor.clone() for name, tensor in found.items()}
 
     def unpadded(self) -> _Entries:
         """The results of a run at the real sizes; restores the state."""
-        written = self._written({padded.position: self.args[padded.position] for padded in self.call.written})
+        written = self._written({padded.position: self.args[padded.position] for padded in self.call.results.written})
         with self.restoring(written.values()):
             outputs = self.run_unpadded()
             found = {f"output {index}": outputs[index] for index in self._cuts.real_parts(outputs)}
@@ -79,8 +79,8 @@ class PaddedCall:
 
     @property
     def _cuts(self) -> OutputCuts:
-        assert self.call.cuts is not None, "a padded call is cut"
-        return self.call.cuts
+        assert self.call.results.cuts is not None, "a padded call is cut"
+        return self.call.results.cuts
 
     def _written(self, padded: Mapping[int, torch.Tensor]) -> _Entries:
         """The tensors that the graph writes to; ``padded`` has those that are padded, by position."""
@@ -95,7 +95,7 @@ def fault_of_padding(call: PaddedCall) -> tuple[str | None, bool]:
     attempt.
 
     Returns:
-        why the graph cannot be padded, None if it can; and whether two replays of equal contents differ.
+        why the graph cannot be padded, None if it can; and whether replays of equal contents differ.
     """
     with call.restoring():  # random contents come from the default generator
         for _ in range(_ATTEMPTS):

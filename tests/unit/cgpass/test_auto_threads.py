@@ -17,8 +17,8 @@ from torch import nn
 
 import graphpass as gp
 from cgpass.auto import AutoDispatcher
-from cgpass.callable import GraphedCallable
 from cgpass.exactgraphs import ExactGraphs
+from cgpass.servedcalls import ServedCalls
 from graphpass import GraphRuntime
 from graphpass.dispatch.recurring import RecurringKey
 from tests.threads import in_threads
@@ -139,7 +139,7 @@ def test_two_models_of_one_runtime(num_calls: int, rt: GraphRuntime) -> None:
 
 def test_threads_that_call_a_size_first_share_its_buffer(rt: GraphRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs read a buffer at its address: with two buffers, a key would have two graphs."""
-    fast, zeros, new_call, num_allocated, num_calls = Served(rt), torch.zeros, AutoDispatcher._new_call, 0, 0
+    fast, zeros, new_call, num_allocated, num_calls = Served(rt), torch.zeros, ServedCalls._new_call, 0, 0
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal num_calls
@@ -155,7 +155,7 @@ def test_threads_that_call_a_size_first_share_its_buffer(rt: GraphRuntime, monke
         time.sleep(0.05)
         return zeros(*args, **kwargs)
 
-    monkeypatch.setattr(AutoDispatcher, "_new_call", counted)
+    monkeypatch.setattr(ServedCalls, "_new_call", counted)
     monkeypatch.setattr(torch, "zeros", slow_zeros)
     in_threads(lambda number: fast.call(5))
     assert num_calls == 4
@@ -165,13 +165,13 @@ def test_threads_that_call_a_size_first_share_its_buffer(rt: GraphRuntime, monke
 def test_threads_that_capture_a_key_together_count_one_graph(rt: GraphRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both find the key without a graph. The later one replays the other's graph, and measures no capture."""
     fast = Served(rt, max_graphs=2)
-    permission, timed, measured, turns = GraphedCallable._permission, ExactGraphs.captured, [], threading.Barrier(2)
+    permission, timed, measured, turns = AutoDispatcher._permission, ExactGraphs.captured, [], threading.Barrier(2)
 
-    def in_turn(graphed: GraphedCallable, auto: AutoDispatcher, key: RecurringKey) -> Any:
+    def in_turn(auto: AutoDispatcher, key: RecurringKey) -> Any:
         if turns.wait():
             while not key.is_captured:
                 time.sleep(0.001)
-        return permission(graphed, auto, key)
+        return permission(auto, key)
 
     def spied(graphs: ExactGraphs, key: RecurringKey, *how: Any) -> None:
         measured.append(key.descriptor)
@@ -179,7 +179,7 @@ def test_threads_that_capture_a_key_together_count_one_graph(rt: GraphRuntime, m
 
     fast.call(5)
     with monkeypatch.context() as patched:
-        patched.setattr(GraphedCallable, "_permission", in_turn)
+        patched.setattr(AutoDispatcher, "_permission", in_turn)
         patched.setattr(ExactGraphs, "captured", spied)
         in_threads(lambda number: fast.call(5), num_threads=2)
     assert len(measured) == 1

@@ -247,7 +247,7 @@ def test_a_capture_is_charged_without_its_tuning(
     bench: Bench, rt: gp.GraphRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     charged: list[float] = []
-    monkeypatch.setattr(AutoDispatcher, "first_captured", lambda auto, call, seconds: charged.append(seconds))
+    monkeypatch.setattr(AutoDispatcher, "_count_capture", lambda auto, call, seconds: charged.append(seconds))
     bench.compile_s = 25.0
     captured(layer(), rt)
     charged.append(sum(use.captured.seconds for use in rt.uses()))

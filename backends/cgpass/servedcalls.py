@@ -1,0 +1,287 @@
+"""What serves the calls of one callable that have no forward context: key, padded inputs and cuts, by their sizes.
+
+A size whose padding cannot change real entries is rounded up to the next size of its ladder: the graph's inputs are
+padded and its outputs cut. Dynamo has already run the user's Python with the unpadded tensors, so the user's code never
+sees padding.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from cgpass.exactgraphs import ExactGraphs
+from cgpass.keyrules import AutoRules
+from cgpass.outputs import OutputCuts, TensorCut
+from cgpass.sizes import InputLayout, value_at
+from cgpass.wrappers import CallableGraphs
+from graphpass.capture.pool import PoolLease
+from graphpass.capture.replay import GraphEntry
+from graphpass.capture.runtime import GraphRuntime
+from graphpass.capture.staging import storage_id
+from graphpass.dispatch.owngraphs import RecurringSize
+from graphpass.dispatch.recurring import RecurringKey
+from graphpass.ledger import Row
+from graphpass.options import Settings
+from graphpass.paddedinputs import PaddedArguments, PaddedInput, PaddedMemory
+from graphpass.servedsize import ServedSize
+
+_MAX_REMEMBERED, _MAX_KNOWN = 4096, 64
+_NO_INPUTS = PaddedArguments()
+
+
+@dataclass(frozen=True, slots=True)
+class CallResults:
+    """What becomes of the flat outputs of a graph in calls of one real size."""
+
+    cuts: OutputCuts | None = None  #: None if nothing is padded
+    written: tuple[PaddedInput, ...] = ()  #: the padded inputs that the graph writes to
+    entry: GraphEntry | None = None  #: the graph, if it is known: its outputs are the same tensors in each replay
+    clones: bool = False  #: whether outputs that are not cut are cloned
+    #: (cut, view of the real part) of the outputs that are cut and share no storage, if the graph is known
+    apart: Sequence[tuple[TensorCut, torch.Tensor]] | None = None
+
+    def hand_out(self, outputs: Sequence[Any], args: Sequence[Any], lease: PoolLease) -> Any:
+        """The outputs for the caller; flat, unless the graph is known."""
+        if self.cuts is not None:
+            outputs = self.cuts.apply(outputs, args, lease.forward_storages, self.apart)
+        elif self.entry is not None:
+            outputs = self.entry.outputs.for_caller(outputs, clone=self.clones)
+        for padded in self.written:
+            args[padded.position].copy_(padded.real)  # guard: padded_copy_back
+        return outputs if self.entry is None else self.entry.build_result(list(outputs))
+
+
+ServedReplay = ServedSize[PaddedArguments, CallResults]
+
+
+@dataclass(slots=True, kw_only=True)
+class ServedCall(ServedSize[PaddedArguments, CallResults]):
+    """What serves all calls of the same real sizes, through the wrappers or by a replay that is known."""
+
+    key: RecurringKey
+    real: tuple[int, ...]  #: the real size of each key field
+    seen: tuple[tuple[Counter[int], int], ...]  #: (counts of a field's sizes in all calls, the size in these calls)
+    num_real: int = 1  #: product of the real sizes
+    num_padded: int = 1  #: product of the key's sizes
+    #: {address of the first static input: its replay}, one for each instance of a module that shares the callable
+    known: dict[int, ServedReplay] = field(default_factory=dict)
+    size: RecurringSize | None = None  #: counts these calls for a graph of their own; None if they never get one
+    own: ServedCall | None = None  #: the same over the graph of their own size; None before there is one
+
+    @property
+    def needs_check(self) -> bool:
+        """Whether these calls have padding, and no padded call of their key was checked."""
+        return not self.key.is_checked and self.num_padded != self.num_real
+
+    def count(self) -> None:
+        """Count a call that has run over a graph."""
+        row, size = self.row, self.size
+        if size is not None:
+            size.replays += 1
+        row.n += 1
+        row.real += self.num_real
+        row.padded += self.num_padded
+
+    def know(self, anchor: int, entry: GraphEntry, generation: int, *, clones: bool) -> ServedReplay:
+        """Remember the graph of these calls whose first static input has this address: they have nothing to look up.
+
+        A graph that writes to inputs, returns views of them or reads the context still goes through its wrapper.
+        """
+        plan, outputs, cuts = entry.plan, entry.outputs, self.results.cuts
+        reads = plan.reads.numbers or plan.reads.paths or plan.inputs.pool_inputs
+        writes = plan.inputs.mutates or self.results.written
+        returns_views = outputs.viewed_positions or (cuts is not None and cuts.views)
+        if reads or writes or returns_views:
+            replay = ServedReplay(self.inputs, self.results, None, generation=generation)
+        else:
+            apart = None if cuts is None else cuts.apart(outputs.build(()))
+            results = CallResults(cuts, entry=entry, clones=clones, apart=apart)
+            replay = ServedReplay(self.inputs, results, plan, generation=generation)
+        if len(self.known) >= _MAX_KNOWN:
+            self.known.clear()
+        self.known[anchor] = replay
+        return replay
+
+
+class ServedCalls:
+    """Looks up what serves a call. Owns the padded buffers.
+
+    Args:
+        name: of the callable.
+        runtime: owner of the pool and of the counts.
+        rules: the key fields, and which of them are padded.
+        settings: of the callable.
+        graphs: of the callable, for sizes that get one of their own.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        runtime: GraphRuntime,
+        rules: AutoRules,
+        settings: Settings,
+        graphs: CallableGraphs,
+    ) -> None:
+        self._name, self._runtime, self._rules, self._settings, self._graphs = name, runtime, rules, settings, graphs
+        #: which sizes get graphs of their own; None before the first padded call, and if none does
+        self.exact: ExactGraphs | None = None
+        self._places = tuple(size.place for size in rules.sizes.sizes)
+        self._layout_numbers = rules.sizes.layout_numbers
+        self._may_share = tuple(dict.fromkeys((*rules.dynamic, *rules.written)))
+        self._watches_memory = bool(rules.padded) and bool(rules.written) and len(self._may_share) > 1
+        self._memory = PaddedMemory[int]()
+        self._calls: dict[tuple[Any, ...], ServedCall] = {}
+        self._new = threading.Lock()  # makes calls: two buffers of one key would be two graphs
+        self.is_refuted = False  #: the run-time check found that padding changes results: no later call is padded
+
+    def of(self, args: Sequence[Any]) -> ServedCall:
+        """What serves calls of the sizes and layouts of ``args``."""
+        real = self.sizes(args)
+        layout = tuple([args[position] for position in self._layout_numbers])
+        # guard: padded_inputs_share_memory
+        as_is = self.is_refuted or (self._watches_memory and self._shares_memory(args))
+        call = self._calls.get((real, layout, as_is))
+        if call is None:
+            if len(self._calls) >= _MAX_REMEMBERED:
+                self._calls = {}
+            call = self._calls[real, layout, as_is] = self._new_call(real, args, as_is=as_is)
+        return call
+
+    def own_of(self, call: ServedCall, args: Sequence[Any]) -> ServedCall:
+        """What serves the calls like ``call`` over the graph of their own size."""
+        if call.own is None:
+            call.own = self._new_call(call.real, args, as_is=False, is_exact=True)
+            call.own.size = call.size
+        return call.own
+
+    def sizes(self, args: Sequence[Any]) -> tuple[int, ...]:
+        """The real size of each key field."""
+        return tuple([args[p] if dim is None else args[p].shape[dim] for p, dim in self._places])
+
+    def row_of(self, key: RecurringKey) -> Row:
+        """The counts of a key's calls."""
+        return self._runtime.ledger.rows(self._name, "called")[self._rules.mode, key.descriptor]
+
+    def num_bytes(self) -> int:
+        """Bytes of the padded inputs."""
+        return self._memory.num_bytes()
+
+    def forget(self) -> None:
+        """Drop the buffers and all that was looked up."""
+        self.exact = None
+        self._memory.clear()
+        self._calls.clear()
+
+    def example_of(self, key: RecurringKey, args: Sequence[Any]) -> tuple[ServedCall, list[Any]]:
+        """A call of exactly ``key``, which serves nobody and is not counted, and its arguments."""
+        example = self._stretched(args, key.sizes)
+        call = self.of(example)
+        if key.is_exact and call.key is not key:
+            call = self._new_call(key.sizes, example, as_is=False, is_exact=True)
+        return replace(call, row=Row()), example
+
+    def _stretched(self, args: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
+        """Arguments at other sizes: entries of ``args`` repeated, so that every value is valid."""
+        named = self._rules.sizes.named(sizes)
+        stretched = list(args)
+        for position, number in self._rules.sizes.numbers_at(named).items():
+            stretched[position] = number
+        for position, layout in self._rules.sizes.layouts.items():
+            value = args[position]
+            for dim, size in enumerate(layout.shape):
+                wanted = value_at(size, named)
+                if value.shape[dim] != wanted:
+                    value = value.index_select(dim, torch.arange(wanted, device=value.device) % value.shape[dim])
+            stretched[position] = value
+        return stretched
+
+    # -- looking up --------------------------------------------------------------------------------------------------
+
+    def _shares_memory(self, args: Sequence[Any]) -> bool:
+        """Whether inputs share memory: in separate buffers, a write of the graph to one would not reach the others."""
+        storages = [storage for position in self._may_share if (storage := storage_id(args[position]))]
+        return len(set(storages)) != len(storages)
+
+    def _new_call(
+        self, real: tuple[int, ...], args: Sequence[Any], *, as_is: bool, is_exact: bool = False
+    ) -> ServedCall:
+        with self._new:  # guard: one_buffer_for_threads
+            keys = self._rules.keys
+            if not self._rules.padded:
+                return self._exact(keys.key_of(real), real)
+            if keys.differs(real):  # guard: sizes_of_one_name_differ
+                remedy = "give each a name of its own in dynamic_dims"
+                return self._as_is(real, "sizes of one key field differ in a call", remedy)
+            if self._watches_memory and as_is and self._shares_memory(args):
+                remedy = "pass a copy (`x.clone()`) of the input that the model only reads"
+                return self._as_is(real, "inputs share memory, and the graph writes to an input", remedy)
+            if as_is:
+                return self._exact(keys.key_of(real, as_is=True), real)
+            key = keys.exact_key(real) if is_exact else keys.key_of(real)
+            found = self._inputs(real, key.sizes, args)
+            if isinstance(found, InputLayout):
+                remedy = f"make it contiguous (`{found.name}.contiguous()`)"
+                return self._as_is(real, f"no dense buffer has the strides of {found.name}", remedy)
+            strides = {e: args[p] for p, e in self._rules.sizes.numbers.items() if getattr(e, "is_Symbol", False)}
+            row, exact = self.row_of(key), self._exact_graphs(args)
+            return ServedCall(
+                found,
+                CallResults(
+                    self._rules.outputs.cuts({**strides, **self._rules.sizes.named(real)}),
+                    tuple(padded for padded in found.all if padded.is_written),
+                ),
+                plan=None,
+                row=row,
+                key=key,
+                real=real,
+                seen=self._seen(real),
+                num_real=math.prod(real),
+                num_padded=math.prod(key.sizes),
+                size=None if exact is None else exact.record(key, real, row),
+            )
+
+    def _exact_graphs(self, args: Sequence[Any]) -> ExactGraphs | None:
+        if self.exact is None and self._settings.graph_bytes != 0:
+            device, wrappers = self._runtime.lease.device_for(args).device, self._graphs.wrappers(self._rules.mode)
+            self.exact = ExactGraphs(self._name, self._runtime, self._rules, self._settings, wrappers, device)
+        return self.exact
+
+    def _inputs(self, real: Sequence[int], sizes: Sequence[int], args: Sequence[Any]) -> PaddedArguments | InputLayout:
+        """The padded inputs and the numbers at ``sizes``; or the layout of an input that no dense buffer has."""
+        graph, rules = self._rules.sizes, self._rules
+        padded, unpadded = graph.named(sizes), graph.named(real)
+        numbers = graph.dense_numbers(rules.padded, padded)
+        if isinstance(numbers, InputLayout):
+            return numbers
+        inputs = []
+        for position, rule in rules.padded.items():
+            layout = graph.layouts[position]
+            shape, real_shape = (tuple([value_at(s, at) for s in layout.shape]) for at in (padded, unpadded))
+            buffer = self._memory.view(position, shape, args[position], layout.order)
+            is_written = position in rules.written
+            inputs.append(PaddedInput.of(position, layout.name, buffer, real_shape, rule, is_written=is_written))
+        return PaddedArguments(inputs, tuple({**numbers, **graph.numbers_at(padded)}.items()))
+
+    def _as_is(self, real: tuple[int, ...], why: str, remedy: str) -> ServedCall:
+        """The decision about calls that cannot be padded, which is reported."""
+        self._runtime.warn(
+            f"calls are not padded: {why}", remedy, at=self._name, is_silent=self._settings.on_fallback == "silent"
+        )
+        return self._exact(self._rules.keys.key_of(real, as_is=True), real)
+
+    def _exact(self, key: RecurringKey, real: tuple[int, ...]) -> ServedCall:
+        return ServedCall(
+            _NO_INPUTS, CallResults(), plan=None, row=self.row_of(key), key=key, real=real, seen=self._seen(real)
+        )
+
+    def _seen(self, real: Sequence[int]) -> tuple[tuple[Counter[int], int], ...]:
+        of_key = {field.name: size for field, size in zip(self._rules.keys.fields, real, strict=True)}
+        named = {**self._rules.sizes.fixed, **of_key}  # torch.compile has a graph of its own for size 1
+        return tuple((self._runtime.ledger.sizes[name], size) for name, size in named.items())

@@ -1,0 +1,162 @@
+"""The graphs of one callable: a FULL wrapper around the stitched code, and a PIECEWISE wrapper around each region."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from cgpass.plans import ReplayPlans, wrapped_regions
+from graphpass.capture.outputs import clone_pool_tensors, own_objects
+from graphpass.capture.replay import GraphEntry, ReplayPlan
+from graphpass.capture.runtime import GraphRuntime
+from graphpass.capture.scope import CapturePolicy, CaptureScope
+from graphpass.capture.wrapper import CUDAGraphWrapper
+from graphpass.compat import trees
+from graphpass.compile import CompiledRegion
+from graphpass.context import ForwardContext, entered
+from graphpass.keys import BatchDescriptor, CUDAGraphMode
+from graphpass.regions.split import Partition
+from graphpass.report.records import RegionId
+
+
+class CallableGraphs:
+    """Captures and replays the graphs of one callable under a given forward context.
+
+    Args:
+        name: of the callable.
+        partition: its regions and stitched code.
+        compiled: {region name: compiled region}, for the captured ones.
+        runtime: owner of the pool.
+        policy: whether outputs are cloned, when capture is allowed, and how moved inputs are handled.
+        returns_flat: whether the graph returns a tuple or list of values that are not containers.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        partition: Partition,
+        compiled: Mapping[str, CompiledRegion],
+        runtime: GraphRuntime,
+        policy: CapturePolicy,
+        *,
+        returns_flat: bool,
+    ) -> None:
+        self._name, self._runtime, self._policy, self._returns_flat = name, runtime, policy, returns_flat
+        self._callees = wrapped_regions(name, partition, compiled, runtime, policy)
+        self.stitched = partition.bind(self._callees)  #: the regions in order, each by its wrapper
+        self.static = tuple(p for p, given in enumerate(partition.inputs) if given.is_static)
+        self.staged = tuple(
+            p
+            for p, given in enumerate(partition.inputs)
+            if isinstance(given.value, torch.Tensor) and not given.is_static
+        )
+        self.full = CUDAGraphWrapper(
+            self.stitched,
+            CUDAGraphMode.FULL,
+            runtime=runtime,
+            name=RegionId(name, "full"),
+            static_inputs=self.static,
+            module_inputs=[p for p in self.static if partition.inputs[p].source_name is None],
+            mutated_inputs=partition.mutated_inputs,
+            layout_inputs=partition.layout_inputs,
+            input_names=[given.shown for given in partition.inputs],
+            policy=policy,
+        )
+        self._plans = ReplayPlans(name, partition, self._callees, runtime, self.static)
+
+    def wrappers(self, mode: CUDAGraphMode) -> Sequence[CUDAGraphWrapper]:
+        """The wrappers that have the graphs of a key of this mode."""
+        if mode is CUDAGraphMode.FULL:
+            return (self.full,)
+        return [callee for callee in self._callees.values() if isinstance(callee, CUDAGraphWrapper)]
+
+    def entries_at(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> list[Sequence[GraphEntry]]:
+        """The graphs of a key, for each wrapper."""
+        return [wrapper.entries_at(descriptor) for wrapper in self.wrappers(mode)]
+
+    @contextlib.contextmanager
+    def uncounted(self, descriptor: BatchDescriptor) -> Iterator[None]:
+        """Do not count replays of a key in the body: they test its graphs and serve no call."""
+        with contextlib.ExitStack() as stack:
+            for wrapper in (self.full, *self.wrappers(CUDAGraphMode.PIECEWISE)):
+                stack.enter_context(wrapper.uncounted(descriptor))
+            yield
+
+    def plan_at(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> ReplayPlan | None:
+        """The plan that replays all PIECEWISE graphs of a key for these arguments; None if there is none."""
+        return self._plans.serving(descriptor, args)
+
+    def run_key(
+        self, context: ForwardContext, args: Sequence[Any], *, is_cut: bool, plan: ReplayPlan | None = None
+    ) -> Any:
+        """Capture or replay the key of ``context``; ``plan`` serves a PIECEWISE call, if it is known already.
+
+        Outputs that are cut are not cloned before, and the pool lease is held until they are cut.
+        """
+        clone = is_outermost = False if is_cut else None
+        if context.runtime_mode is CUDAGraphMode.FULL:
+            return self.full.call_flat(context, args, clone=clone, is_outermost=is_outermost)
+        with entered(context):
+            return self.piecewise(context, tuple(args), clone=clone, plan=plan)[0]
+
+    def whole(
+        self, context: ForwardContext, args: tuple[Any, ...], scope: CaptureScope | None
+    ) -> tuple[Any, ReplayPlan | None]:
+        """Capture or replay the FULL graph; returns the outputs and, inside a capture scope, its plan."""
+        if scope is None:
+            return self.full.call_flat(context, args), None
+        lease = self._runtime.lease
+        # Under one lease: after its release, another thread's forward changes `forward_entries`.
+        lease.acquire(context, args, self._name)
+        try:
+            return self.full.call_flat(context, args, is_outermost=False), lease.forward_entries[-1].plan
+        finally:
+            lease.release()
+
+    def piecewise(
+        self,
+        context: ForwardContext,
+        args: tuple[Any, ...],
+        *,
+        clone: bool | None = None,
+        plan: ReplayPlan | None = None,
+    ) -> tuple[Any, ReplayPlan | None]:
+        """Capture or replay the PIECEWISE graphs; returns the outputs and the plan, None if a region has no graph."""
+        lease, descriptor = self._runtime.lease, context.batch_descriptor
+        assert descriptor is not None
+        clones = self._policy.clones_outputs if clone is None else clone
+        is_outermost = lease.acquire(context, args, self._name)
+        try:
+            if not clones:  # inputs may be outputs of the last forward
+                args = tuple(lease.without_stale(args, self.staged))
+            plan = plan or self._plans.serving(descriptor, args)
+            if plan is not None:
+                plan.check(args, context)
+                outputs = plan.run(args, lease)
+            else:
+                first = len(lease.forward_entries)
+                outputs = self.stitched(*args)
+                if not self._policy.compare:  # comparison with eager runs region by region, without a plan
+                    plan = self._plans.add(descriptor, args, lease.forward_entries[first:])
+            flat = self.flat(outputs)
+            pool = lease.forward_storages
+            # guard: piecewise_outputs_cloned
+            leaves = clone_pool_tensors(flat, pool) if clones else own_objects(flat, pool)
+            if is_outermost and self._policy.compare and not clones:
+                leaves = lease.tracking_views(leaves, pool, self._name)
+            return self.rebuilt(outputs, leaves), plan
+        finally:
+            lease.release()
+
+    def flat(self, returned: Any) -> Sequence[Any]:
+        """The flat outputs of what the graph has returned."""
+        return returned if self._returns_flat else trees.flatten(returned)[0]
+
+    def rebuilt(self, returned: Any, flat: Sequence[Any]) -> Any:
+        """``flat`` in the structure of what the graph has returned."""
+        if self._returns_flat:
+            return type(returned)(flat)
+        return trees.unflatten(flat, trees.flatten(returned)[1])
