@@ -19,7 +19,7 @@ from graphpass.regions.padding.calls import (
     Returned,
 )
 from graphpass.regions.padding.pointwise import broadcast, entry_by_entry
-from graphpass.regions.padding.sizes import product
+from graphpass.regions.padding.sizes import product, quotient
 from graphpass.regions.padding.values import (
     ALL_FINITE,
     LOW_SCORES,
@@ -29,6 +29,7 @@ from graphpass.regions.padding.values import (
     Pad,
     PaddedValue,
     Place,
+    Size,
     TensorShape,
     blurred,
     by_data,
@@ -42,6 +43,8 @@ from graphpass.regions.padding.values import (
 # --- mixes: entries are combined within some dimensions, which must be unpadded; all others stay as they are
 
 Dims = Callable[[OpCall, PaddedValue], Iterable[int]]
+
+Neutral = Callable[[Pad], bool]
 
 WEIGHTS = ("weight", "bias", "running_mean", "running_var")
 
@@ -101,23 +104,73 @@ def channels_and_positions(call: OpCall, value: PaddedValue) -> range:
     return range(1 if value.rank == call.tensor("weight").rank else 0, value.rank)
 
 
+def _windows(call: OpCall, value: PaddedValue, dims: Sequence[int], neutral: Neutral) -> None:
+    """Require that windows which move over ``dims`` read only what they take for nothing behind the real end."""
+    places = call.places(value, dims)
+    is_whole = len(places) < 2 or value.whole.issuperset(places) or value.constant is not None
+    for place in places:  # guard: proof_convolved_zeros
+        pad = value.pad_at(place)
+        known = pad is not None and (neutral(pad) or _is_end(neutral, pad, value.dtype))
+        if call.asks_independence or not is_whole or not known or len(value.factors[place[0]]) > 1:
+            raise call.refuse_place(value, place, "moves a window over")
+
+
 def convolution(call: OpCall) -> Returned:
     """Behind its end a convolution reads zeros, and so it does where padding holds zeros; channels are mixed."""
     value = call.tensor("input")
     dims = channels_and_positions(call, value)
-    places = call.places(value, dims[1:])
-    is_whole = len(places) < 2 or value.whole.issuperset(places)
-    for place in places:  # guard: proof_convolved_zeros
-        if (
-            call.asks_independence
-            or not is_whole
-            or not is_zero(value.pad_at(place))
-            or len(value.factors[place[0]]) > 1
-        ):
-            raise call.refuse_place(value, place, "moves a window over")
+    _windows(call, value, dims[1:], is_zero)
     call.unpadded(value, dims[:1], "moves a window over")
     call.unpadded_weights("weight", "bias")
     return call.each(lambda shape: _beside(call, value, dims, shape))
+
+
+def windows(neutral: Neutral) -> PaddingRule:
+    """A pool, where windows reach behind the real end only if padding is neutral, and count what is there."""
+
+    def rule(call: OpCall) -> Returned:
+        value = call.tensor("self")
+        dims = positions(call, value)
+        places = call.places(value, dims)
+        padding, ceil = call.argument("padding", default=0), call.argument("ceil_mode", default=False)
+        extends = any(padding) if isinstance(padding, tuple) else bool(padding)
+        counts = extends and not call.argument("count_include_pad", default=True)
+        divides = neutral is is_zero and call.argument("divisor_override") is None
+        if places and divides and (ceil or counts):  # guard: proof_counted_windows
+            raise call.refuse_place(value, places[0], "counts the entries of windows over")
+        _windows(call, value, dims, neutral)
+        result = call.each(lambda shape: _beside(call, value, dims, shape))
+        reasons = [PaddingReason("places count padded entries", size=value.factors[dim][at]) for dim, at in places]
+        if not isinstance(result, tuple):
+            return result
+        return (result[0], *(None if side is None else call.reached(side, *reasons) for side in result[1:]))
+
+    return rule
+
+
+def unfolded(call: OpCall) -> PaddedValue:
+    """``im2col``: the entries in each window of an image, as a column."""
+    value = call.tensor("self")
+    dims = [value.rank - 2, value.rank - 1]
+    places = call.places(value, dims)
+    if not places:
+        return mixes(last(3), "moves the entries of")(call)  # type: ignore[return-value]
+    call.unpadded(value, [value.rank - 3], "moves the entries of")
+    _windows(call, value, dims, is_zero)
+    settings = [call.argument(name) for name in ("kernel_size", "dilation", "padding", "stride")]
+    moves: list[Size] = []
+    for dim, kernel, dilation, padding, stride in zip(dims, *settings, strict=True):
+        size = product(value.factors[dim])
+        whole = isinstance(size, int)
+        moves.append((int(size) + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1 if whole else 0)
+    known = next((at for at, size in enumerate(moves) if size), None)
+    total = call.shape.sizes[-1]
+    other = None if known is None else quotient(total, moves[known])
+    if known is None or other is None:
+        raise call.refuse_place(value, places[0], "moves the entries of")
+    moves[1 - known] = other
+    columns = (*value.factors[: value.rank - 3], call.fresh().factors[-2], call.sizes.merged(moves))
+    return PaddedValue(columns)
 
 
 def positions(call: OpCall, value: PaddedValue) -> range:
@@ -138,7 +191,7 @@ def batch_norm(call: OpCall) -> Returned:
         if isinstance(weight, PaddedValue) and call.unify(channels, weight.factors[0]) != channels:
             raise call.refuse(f"a {name} of factors {list(weight.factors[0])} for channels {list(channels)}")
     reasons = []
-    if _trains(call):  # guard: proof_training_statistics
+    if trains(call):  # guard: proof_training_statistics
         for dim, at in call.places(value, [dim for dim in range(value.rank) if dim != 1]):
             why = f"its statistics run over the padded dimension {dim}"
             reasons.append(PaddingReason(why, size=value.factors[dim][at]))
@@ -151,7 +204,7 @@ def batch_norm(call: OpCall) -> Returned:
     return (result, *call.sides(lambda shape: empty if shape.sizes == (0,) else statistics))
 
 
-def _trains(call: OpCall) -> bool:
+def trains(call: OpCall) -> bool:
     """Whether the operator computes the statistics from the batch."""
     if "_with_update" in call.name or call.argument("running_mean") is None:
         return True
@@ -170,8 +223,6 @@ def grid_sample(call: OpCall) -> PaddedValue:
 
 
 # --- reduces: a padded dimension may be combined where its padding is neutral
-
-Neutral = Callable[[Pad], bool]
 
 _SUMS = f"compute it from sums {DECLARE_MASK}"
 _FROM_SUMS = ("mean", "nanmean", "var", "std", "var_mean", "std_mean")

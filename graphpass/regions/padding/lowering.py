@@ -14,8 +14,8 @@ from torch import fx
 from graphpass.compat import operators, symbolic
 from graphpass.regions.padding.indexing import WRITES
 from graphpass.regions.padding.making import Made, base_name
-from graphpass.regions.padding.neutral import INDEX, NEUTRAL, REAL_INDEX, REAL_SIZE
-from graphpass.regions.padding.program import AtenGraph, AtenNode, Ref
+from graphpass.regions.padding.neutral import INDEX, NEUTRAL, REAL_INDEX, REAL_SIZE, RESULTS
+from graphpass.regions.padding.program import GETITEM, AtenGraph, AtenNode, Ref
 from graphpass.regions.padding.values import Size, operator_named
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -77,6 +77,8 @@ _ARITHMETIC: Mapping[str, tuple[Any, Any]] = {
     "Min": (aten.minimum.default, torch.sym_min),
     "Abs": (aten.abs.default, operator.abs),
     "FloorDiv": (aten.div.Tensor_mode, operator.floordiv),
+    "ToFloat": (prims.convert_element_type.default, torch.sym_float),
+    **dict.fromkeys(("IntTrueDiv", "FloatTrueDiv"), (aten.div.Tensor, operator.truediv)),
     **dict.fromkeys(("Mod", "PythonMod"), (aten.remainder.Tensor, operator.mod)),
 }
 
@@ -94,7 +96,7 @@ class _Writer:
         self._recorded = recorded
         self._vector, self._entries = real_sizes
         self._device = self._vector.meta["val"].device
-        self._values: list[fx.Node | None] = list(_placeholders(graph_module))
+        self._values: list[Any] = list(_placeholders(graph_module))
         self._last = _placeholders(graph_module)[-1]  # of the placeholders and what is computed from them alone
         self._before = self._graph.output_node()
         self._real = functools.cache(self._real_value)
@@ -111,9 +113,19 @@ class _Writer:
         self._originals = [*self._values, *(self._recorded.get(at) for at in range(len(original.nodes)))]
         for node, source, front in zip(made.graph.nodes, made.sources, fronts, strict=True):
             own = None if source is None else self._recorded.get(source)
+            if own is not None and node.op == GETITEM and isinstance(self._of_results(node), tuple):
+                self._values.append(self._of_results(node)[dict(node.arguments)["at"]])
+                several: Any = own.args[0]
+                own.replace_all_uses_with(self._values[-1])
+                for unread in (own, several)[: 2 if len(several.users) == 1 else 1]:
+                    self._graph.erase_node(unread)
+                continue
             if source is not None and own is not None and node.op == original.nodes[source].op:
                 self._update(own, node, original.nodes[source])
                 self._values.append(self._with_one_more(own, _dims_with_one_more(node, made.graph)))
+                continue
+            if node.op == RESULTS:
+                self._values.append(tuple(map(self._value, dict(node.arguments)["results"])))
                 continue
             if source is not None and own is None:
                 self._values.append(None)
@@ -125,6 +137,10 @@ class _Writer:
             if own is not None:  # it was rewritten
                 own.replace_all_uses_with(written)
                 self._graph.erase_node(own)
+
+    def _of_results(self, getitem: AtenNode) -> Any:
+        of = dict(getitem.arguments)["of"]
+        return self._values[of.index] if isinstance(of, Ref) else None
 
     def _fronts(self, made: Made) -> list[fx.Node]:
         """For each node of the record the graph's node before which it is written."""
@@ -302,12 +318,17 @@ class _Writer:
             return self._number(int(size), torch.int32)
         if size in INDEX:
             return self._along(shape[INDEX.index(size)], len(shape) - 1 - INDEX.index(size))
+        if isinstance(size, (sympy.Float, sympy.Rational)):
+            return self._number(float(size), torch.float64)
         if isinstance(size, sympy.Symbol):
             return self._at_the_start(aten.select.int, self._vector, 0, self._entries[size])
         op, _, parts = _parts(size)
         values = [self._real(part, shape if self._indices_in(part) else ()) for part in parts]
         if op is aten.abs.default:
             return self._at_the_start(op, *values)
+        if op in (prims.convert_element_type.default, aten.div.Tensor):
+            wide = [self._at_the_start(prims.convert_element_type.default, value, torch.float64) for value in values]
+            return wide[0] if len(wide) == 1 else self._at_the_start(aten.div.Tensor, *wide)
         if op in (aten.div.Tensor_mode, aten.remainder.Tensor):
             options = {"rounding_mode": "floor"} if op is aten.div.Tensor_mode else {}
             divisor = self._at_the_start(aten.clamp_min.default, values[1], 1)

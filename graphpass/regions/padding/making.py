@@ -27,12 +27,16 @@ from graphpass.regions.padding.values import (
     LOW_SCORES,
     PaddedValue,
     Place,
+    ResultShape,
     Size,
     TensorShape,
     is_number,
 )
 
-_COMPUTED = words("Symbol Dummy Integer Zero One NegativeOne Add Mul Max Min Abs FloorDiv Mod PythonMod")
+_COMPUTED = words(
+    "Symbol Dummy Integer Zero One NegativeOne Half Float Add Mul Max Min Abs FloorDiv Mod PythonMod",
+    "ToFloat IntTrueDiv FloatTrueDiv",
+)
 
 Fill: TypeAlias = float | int | bool | sympy.Basic
 """What padding gets: a number, or the size of the dimension that an index is for."""
@@ -185,7 +189,7 @@ class Making(Walk):
         """The abstract value at ``ref``."""
         return self._values[ref.index]
 
-    def emit(self, op: str, result: TensorShape, /, **arguments: Any) -> Ref:
+    def emit(self, op: str, result: ResultShape, /, **arguments: Any) -> Ref:
         """Add a new node."""
         node = AtenNode(op, tuple(arguments.items()), result, self._where)
         return self._strict(node, None, is_repaired=op.startswith("graphpass::"))
@@ -244,6 +248,10 @@ class Making(Walk):
         filled = self._filled(source, (own, factor), fill)
         arguments = tuple((name, filled if name == "self" else argument) for name, argument in node.arguments)
         return self._strict(replace(node, arguments=arguments), None, is_repaired=True)
+
+    def places(self, ref: Ref, dims: Sequence[int] | None = None) -> list[Place]:
+        """The places of the padded factors of a value, within ``dims``."""
+        return self._sizes.places(self._values[ref.index], dims)
 
     def shape_of(self, ref: Ref) -> TensorShape:
         """The shape of a value, in the graph's own sizes."""

@@ -179,3 +179,28 @@ def joined(operands: Operands, read: frozenset[int]) -> Ref | None:
             )
         start = start + size
     return result
+
+
+def replaced_part(operands: Operands, read: frozenset[int]) -> Ref | None:
+    """Entries between two real places come from another tensor."""
+    call, making, shape = operands.call, operands.making, operands.node.result
+    ref, source, step = operands.argument("self"), operands.argument("src"), call.argument("step", default=1)
+    if not isinstance(shape, TensorShape) or not isinstance(ref, Ref) or not isinstance(source, Ref) or step != 1:
+        return None
+    dim = call.dim(call.argument("dim", default=0), len(shape.sizes))
+    whole = shape.sizes[dim]
+    first = call.argument("index", "start") or 0
+    first = whole + first if isinstance(first, int) and first < 0 else first
+    if "index" in call.arguments:
+        sizes = making.shape_of(source).sizes
+        one = replace(making.shape_of(source), sizes=(*sizes[:dim], 1, *sizes[dim:]))
+        source = making.emit("aten::unsqueeze", one, self=source, dim=dim)
+    length = making.shape_of(source).sizes[dim]
+    part = making.picked(source, dim, [repeated(_AT - first, length)], [whole])
+    behind = [1] * (len(shape.sizes) - 1 - dim)
+    is_inside = sympy.Min(_AT - first, first + length - 1 - _AT)
+    inside = making.real(is_inside, TensorShape((whole, *behind), torch.int64))
+    if part is None or inside is None:
+        return None
+    chosen = making.emit("aten::ge.Scalar", replace(making.shape_of(inside), dtype=torch.bool), self=inside, other=0)
+    return making.emit("aten::where.self", shape, condition=chosen, self=part, other=ref)

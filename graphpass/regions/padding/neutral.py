@@ -20,6 +20,9 @@ NEUTRAL = "graphpass::neutral"
 REAL_SIZE = "graphpass::real_size"
 """The real value of an expression over sizes, for each entry of a tensor: its index is among the symbols, too."""
 
+RESULTS = "graphpass::results"
+"""The results of an operator that has several, each by itself; None for one that is not read."""
+
 INDEX = tuple(sympy.Symbol(f"index_{dim}", integer=True, nonnegative=True) for dim in range(6))
 """The index of an entry of the result along each dimension, in such an expression."""
 
@@ -66,6 +69,11 @@ def real_size(call: OpCall) -> PaddedValue:
         raise call.refuse(f"it counts the entries of {size}", size)
     counted = call.argument("counted")
     return replace(call.fresh(), counted=counted)
+
+
+def results(call: OpCall) -> tuple[PaddedValue | None, ...]:
+    """Each as it is."""
+    return tuple(call.argument("results"))
 
 
 def real_index(call: OpCall) -> PaddedValue:

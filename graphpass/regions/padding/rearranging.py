@@ -181,6 +181,19 @@ def slice_of(call: OpCall) -> PaddedValue:
     return cut(call, value, dim, 0 if start is None else start, size, call.argument("step", default=1))
 
 
+def framed(call: OpCall) -> PaddedValue:
+    """``unfold``: real frames lie within real entries."""
+    value = call.tensor("self")
+    dim = call.dim(call.argument("dimension"), value.rank)
+    of_dim = value.factors[dim]
+    if not call.sizes.starts_clean(of_dim):  # guard: proof_frames_inside
+        raise call.refuse(f"takes frames of the padded dimension {dim} of {list(of_dim)}", product(of_dim))
+    length, frame = call.shape.sizes[dim], call.shape.sizes[-1]
+    factors = (*value.factors[:dim], call.sizes.merged([length]), *value.factors[dim + 1 :], call.sizes.merged([frame]))
+    pads = {place: pad for place, pad in value.padding if place[0] != dim}
+    return PaddedValue(factors).with_pads(pads)
+
+
 def select(call: OpCall) -> PaddedValue:
     """One entry of a dimension."""
     value = call.tensor("self")

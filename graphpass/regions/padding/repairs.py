@@ -9,7 +9,7 @@ from dataclasses import replace
 import sympy
 import torch
 
-from graphpass.regions.padding import combining, moving
+from graphpass.regions.padding import averaging, combining, moving
 from graphpass.regions.padding.calls import words
 from graphpass.regions.padding.indexing import WRITES, index_operands, is_whole, new_places, stays_real
 from graphpass.regions.padding.making import Operands, Repair, Repairs, Rewrite, base_name
@@ -79,12 +79,29 @@ def _convolved(operands: Operands) -> None:
     operands.filled(("input",), places, 0)  # guard: made_convolution
 
 
+def _pooled(fill: Callable[[torch.dtype], float | int | bool]) -> Repair:
+    def repair(operands: Operands) -> None:
+        value = operands.call.tensor("self")
+        if value.dtype is not None:
+            places = operands.call.places(value, combining.positions(operands.call, value))
+            operands.filled(("self",), places, fill(value.dtype))  # guard: made_pools
+
+    return repair
+
+
+def _unfolded(operands: Operands) -> None:
+    value = operands.call.tensor("self")
+    operands.filled(("self",), operands.call.places(value, [value.rank - 2, value.rank - 1]), 0)
+
+
 def _extended(operands: Operands) -> None:
     """What is put behind padding, in the padding."""
     call = operands.call
     value, amounts = call.tensor("self"), call.argument("pad")
     fill = call.argument("value", default=0)
-    behind = [value.rank - 1 - turn for turn, right in enumerate(amounts[1::2]) if isinstance(right, int) and right > 0]
+    behind = [
+        value.rank - 1 - turn for turn, right in enumerate(amounts[1::2]) if not isinstance(right, int) or right > 0
+    ]
     if isinstance(fill, (bool, int, float)):
         operands.filled(("self",), call.places(value, behind), fill)  # guard: made_behind
 
@@ -149,6 +166,10 @@ _OPERANDS: Mapping[str, Repair] = {
         ("addmv", _contracted("mat", ("vec",))),
         (" ".join(_ATTENTION), _attended),
         ("convolution _convolution", _convolved),
+        ("max_pool2d_with_indices max_pool3d_with_indices", _pooled(combining.lowest)),
+        ("_low_memory_max_pool_with_offsets", _pooled(combining.lowest)),
+        ("avg_pool2d avg_pool3d", _pooled(_zero)),
+        ("im2col", _unfolded),
         ("constant_pad_nd", _extended),
         (ZERO_PADDING.removeprefix("graphpass::"), _zeroed),
     )
@@ -160,32 +181,10 @@ _OPERANDS: Mapping[str, Repair] = {
 # --- operators that are rewritten
 
 
-def _mean(operands: Operands, read: frozenset[int]) -> Ref | None:
-    """The sum, divided by the real number of entries; in float32 at least, as the operator computes it."""
-    making, call, ref = operands.making, operands.call, operands.argument("self")
-    value, shape = call.tensor("self"), operands.node.result
-    if not isinstance(ref, Ref) or not isinstance(shape, TensorShape) or not shape.dtype.is_floating_point:
-        return None
-    dims = combining.named_dims(call, value)
-    wide = torch.float32 if shape.dtype.itemsize < 4 else shape.dtype
-    filled = making.filled(ref, call.places(value, dims), 0)
-    number = product(tuple(size for dim in dims for size in value.factors[dim]))
-    count = making.real(number, TensorShape((), wide))
-    if filled is None or count is None:
-        return None
-    of_sum = replace(shape, dtype=wide)
-    keepdim = bool(call.argument("keepdim", default=False))
-    total = making.emit("aten::sum.dim_IntList", of_sum, self=filled, dim=tuple(dims), keepdim=keepdim, dtype=wide)
-    making.inserted("the real number of entries", number, replace(shape, sizes=()))
-    mean = making.emit("aten::div.Tensor", of_sum, self=total, other=count)
-    return mean if wide is shape.dtype else making.emit("prims::convert_element_type", shape, a=mean, dtype=shape.dtype)
-
-
 def _by_number(operands: Operands, read: frozenset[int]) -> Ref | None:
     """A padded size as a number: the real one, in float32 at least, as a number is not rounded to 16 bits."""
     making, ref, shape = operands.making, operands.argument("self"), operands.node.result
     number = operands.call.argument("other")
-    number = number.args[0] if type(number).__name__ == "ToFloat" else number
     if not isinstance(ref, Ref) or not isinstance(number, sympy.Expr) or not isinstance(shape, TensorShape):
         return None
     value: PaddedValue = making.value(ref)
@@ -254,8 +253,17 @@ _WITH_MASK: Mapping[str, tuple[str, str, bool]] = {
 }
 """Kernel -> (the kernel that takes a mask, the name of the mask, whether it wants it at the size of the scores)."""
 
+_NORMS = words(
+    "native_group_norm native_layer_norm",
+    "_native_batch_norm_legit _native_batch_norm_legit_functional _batch_norm_with_update_functional",
+)
+
 _REWRITES: Mapping[str, Rewrite] = {
-    "mean": _mean,
+    "mean": averaging.mean,
+    **dict.fromkeys(words("var std var_mean std_mean"), averaging.variance),
+    **dict.fromkeys(_NORMS, averaging.normalisation),
+    **dict.fromkeys(words("avg_pool2d avg_pool3d"), averaging.averaged_windows),
+    **dict.fromkeys(words("slice_scatter select_scatter"), moving.replaced_part),
     "select": moving.selected,
     "slice": moving.sliced,
     "flip": moving.flipped,

@@ -52,6 +52,7 @@ _KEEPS: list[tuple[PaddingRule, str]] = [
     (pointwise.dropout, "native_dropout dropout"),
     (neutral.neutral, neutral.NEUTRAL),
     (neutral.real_index, neutral.REAL_INDEX),
+    (neutral.results, neutral.RESULTS),
 ]
 
 _MAKES: list[tuple[PaddingRule, str]] = [
@@ -90,21 +91,27 @@ _MIXES: list[tuple[PaddingRule, str]] = [
         "convolution _convolution",
     ),
     (
+        combining.windows(combining.is_least),
+        "max_pool1d max_pool2d max_pool3d max_pool2d_with_indices max_pool3d_with_indices"
+        " | _low_memory_max_pool_with_offsets _low_memory_max_pool2d_with_offsets",
+    ),
+    (combining.windows(is_zero), "avg_pool1d avg_pool2d avg_pool3d"),
+    (combining.unfolded, "im2col"),
+    (rearranging.framed, "unfold"),
+    (
         mixes(combining.positions, "moves a window over"),
-        "avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d max_pool2d_with_indices"
-        " max_pool3d_with_indices _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d"
+        "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d"
         " adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d upsample_nearest1d upsample_nearest2d"
         " upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d"
         " upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d _upsample_bilinear2d_aa"
         " _upsample_bicubic2d_aa reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d"
-        " replication_pad2d replication_pad3d | _low_memory_max_pool_with_offsets"
-        " _low_memory_max_pool2d_with_offsets",
+        " replication_pad2d replication_pad3d",
     ),
-    (mixes(combining.last(3), "moves the entries of"), "im2col pixel_shuffle pixel_unshuffle"),
+    (mixes(combining.last(3), "moves the entries of"), "pixel_shuffle pixel_unshuffle"),
     (mixes(combining.last(2), "moves the entries of"), "col2im"),
     (mixes(combining.after_rows, "moves the entries of"), "channel_shuffle"),
     (combining.grid_sample, "grid_sampler_2d grid_sampler_3d"),
-    (mixes(combining.named_dims), "flip roll unfold _fft_r2c _fft_c2c _fft_c2r glu sort argsort topk | rev"),
+    (mixes(combining.named_dims), "flip roll _fft_r2c _fft_c2c _fft_c2r glu sort argsort topk | rev"),
     (mixes(combining.last(1), "makes complex numbers of"), "view_as_complex"),
     (mixes(combining.last(0)), "view_as_real"),
     (combining.softmax, "_softmax _log_softmax _safe_softmax softmax log_softmax"),

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.unit.padding.programs_averaged import AVERAGED, WINDOWS
 from tests.unit.padding.programs_moved import MOVED, Case, Contents, all_are, counted, special
 
 aten = torch.ops.aten
@@ -164,6 +165,7 @@ OPERANDS: dict[str, list[Case]] = {
         Case("numbers put behind and read", lambda x: F.pad(x, (0, 0, 0, 2), value=3.0)[:, -1], proved=("b",)),
         Case("zeros put in front", lambda x: F.pad(x, (0, 0, 2, 0)).sum(1), proved=("b",)),
     ],
+    **WINDOWS,
     "convolution": [
         Case("convolution", lambda x, w: convolved(x, w, padding=1), proved=("b",)),
         Case("convolution of whole windows", lambda x, w: convolved(x, w), proved=("b",)),
@@ -249,6 +251,7 @@ REWRITES: dict[str, list[Case]] = {
         ),
     ],
     "_scaled_dot_product_flash_attention_for_cpu": OPERANDS["_scaled_dot_product_flash_attention_for_cpu"][:2],
+    **AVERAGED,
     **MOVED,
 }
 
@@ -347,6 +350,20 @@ WRITES: dict[str, list[Case]] = {
 }
 
 PRODUCTS = [
+    Case("frames", lambda x: x.unfold(1, 3, 2).flip(1), proved=("b",)),
+    Case("frames of a merged dimension", lambda x: x.flatten(0, 1).unfold(0, 3, 2), ("b",), ("b",)),
+    Case(
+        "frames beyond the end",
+        lambda g: torch.stft(g, 4, 2, window=torch.ones(4).double(), return_complex=True).abs(),
+        proved=("b",),
+    ),
+    Case("a nearest interpolation", lambda x: F.interpolate(x.mT, scale_factor=2.0)[..., -1], proved=("b",)),
+    Case(
+        "a linear interpolation",
+        lambda x: F.interpolate(x.mT, scale_factor=1.5, mode="linear", recompute_scale_factor=True),
+        fields=("b",),
+        proved=("b",),
+    ),
     Case("products that a mask hides", lambda x, am: (x * am[..., None]).sum(1) + x.mean(1), proved=("b",)),
 ]
 

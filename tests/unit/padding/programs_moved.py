@@ -117,6 +117,17 @@ MOVED: dict[str, list[Case]] = {
         Case("roll by a size", lambda x: x.roll(x.shape[1] // 2, 1), proved=("b",)),
         Case("roll flat", lambda x: x.roll(1), ()),
     ],
+    "slice_scatter": [
+        Case("circular", lambda x: F.pad(x.mT, (2, 1), mode="circular"), proved=("b",)),
+        Case(
+            "another in the middle",
+            lambda x, y: torch.slice_scatter(x, y[:, :2], 1, x.shape[1] - 3, x.shape[1] - 1),
+            proved=("b",),
+        ),
+    ],
+    "select_scatter": [
+        Case("another last", lambda x, v: torch.select_scatter(x, v, 1, -1), proved=("b",), contents={"x": special}),
+    ],
     "arange": [
         Case("distances", lambda r: torch.arange(r.shape[0] - 1, -r.shape[0], -1), ("s",)),
         Case("numbers from a size on", lambda x: x + torch.arange(x.shape[1], x.shape[1] + 8), proved=("b",)),
