@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from graphpass.capture.replay import ReplayPlan
-from graphpass.compat.dynamo import SideEffect
+from graphpass.compat.sideeffects import SideEffect
 from graphpass.errors import CaptureError, one_of
 from graphpass.keys import BatchDescriptor
 from graphpass.ledger import Reason

@@ -10,7 +10,6 @@ import re
 import traceback
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -18,8 +17,7 @@ import torch
 from torch import fx
 
 from graphpass.compat import saving, symbolic
-from graphpass.compat.nnmodules import LIBRARIES
-from graphpass.compat.operators import torch_attribute, written_node
+from graphpass.compat.operators import torch_attribute
 from graphpass.ledger import Reason
 
 _SOURCE = "graphpass_source"
@@ -31,7 +29,7 @@ def frame_id() -> int | None:
     return None if compile_id is None else compile_id.frame_id
 
 
-def _translator() -> Any | None:
+def translator() -> Any | None:
     """Dynamo's state of the frame that it is compiling in this thread; None outside of a compilation."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -42,7 +40,7 @@ def _translator() -> Any | None:
 
 def frame_code() -> types.CodeType | None:
     """The code of the Python frame that Dynamo is compiling; None outside of a compilation."""
-    return getattr(_translator(), "f_code", None)
+    return getattr(translator(), "f_code", None)
 
 
 def argument_aliases() -> dict[str, str]:
@@ -51,7 +49,7 @@ def argument_aliases() -> dict[str, str]:
     An argument may be named by its position, ``0`` or ``args[0]``. A module of torch.nn is called through a function
     with ``*args``, so Dynamo names the argument ``args[0]``, and the parameter of ``forward`` has the other name.
     """
-    if (frame := _translator()) is None:
+    if (frame := translator()) is None:
         return {}
     code, closure = frame.f_code, getattr(frame, "closure", None)
     names = [name for name in code.co_varnames[: code.co_argcount] if name != "self"]
@@ -103,8 +101,7 @@ def calling_compiler() -> Any | None:
     """The object through which Dynamo is calling a backend, one per ``torch.compile``; None outside compilation."""
     from torch._dynamo.eval_frame import innermost_backend
 
-    translator = _translator()
-    compiler = None if translator is None else translator.output.compiler_fn
+    compiler = None if (frame := translator()) is None else frame.output.compiler_fn
     return None if compiler is None else innermost_backend(compiler)
 
 
@@ -307,11 +304,12 @@ def source_text(node: fx.Node) -> str | None:
 
 
 def _text_of(source: Any) -> str | None:
-    text = _name_of(source)
+    text = name_of_source(source)
     return None if text is None else _DICT_ENTRY.sub(_entry_by_key, text)
 
 
-def _name_of(source: Any) -> str | None:
+def name_of_source(source: Any) -> str | None:
+    """A source in Dynamo's notation; None if it has no name."""
     name = getattr(source, "name", None)  # a method or an attribute, by release
     text = name() if callable(name) else name
     return text if isinstance(text, str) else None
@@ -323,7 +321,7 @@ _DICT_ENTRY = re.compile(r"dict\.__getitem__\(([^()]+), (list\(dict\.keys\(\1\)\
 def _entry_by_key(match: re.Match[str]) -> str:
     """``L['outputs'].hidden`` for Dynamo's text of an entry of a dict of another class, which has the key's number."""
     try:
-        scope = {"L": _translator().output.local_scope}  # type: ignore[union-attr]
+        scope = {"L": translator().output.local_scope}  # type: ignore[union-attr]
         of, key = (eval(text, scope) for text in match.groups())
     except Exception:  # outside of a compilation, or of another notation
         return match[0]
@@ -399,108 +397,6 @@ def guards_module_layouts() -> bool:
         return knows and not root.check(module)
     except (ImportError, AttributeError, TypeError):
         return False
-
-
-@dataclass(frozen=True, slots=True)
-class SideEffect:
-    """One change of Python state, which Dynamo's code makes after the graph."""
-
-    text: str  #: the change, as the predicate of a sentence: "sets the attribute 'steps' of Decoder (model.py:12)"
-    #: Id of the changed object; 0 for a global variable or a variable of an enclosing function; None where there is
-    #: nothing to restore, or the change is unknown.
-    owner: int | None
-    keeps_tensor: bool  #: the change stores an argument or a result of the graph beyond the call
-
-
-def side_effects_of_compilation() -> tuple[SideEffect, ...]:
-    """The side effects of the code that Dynamo is compiling; call it while the backend runs.
-
-    It leaves out changes of objects that the code creates (its result), and attributes that already have the constant
-    that the code assigns.
-    """
-    try:
-        output = _translator().output  # type: ignore[union-attr]
-        effects = output.side_effects
-        objects = {id(item): item for item in effects.keepalive}
-        owners = {variable: objects.get(key) for key, variable in effects.id_to_variable.items()}
-        # guard: side_effects_of_own_objects
-        changed = [v for v in owners if effects.is_modified(v) and not _is_made_here(v)]
-        found = [effect for v in changed for effect in _changes_of(effects, v, owners[v])]
-    except AttributeError:  # another torch release, whose record has another structure
-        return (SideEffect("may change Python state: Dynamo's record was not found", None, keeps_tensor=False),)
-    if getattr(output, "random_calls", ()):
-        found.append(SideEffect("draws Python's random numbers", None, keeps_tensor=False))
-    return tuple(found)
-
-
-def _is_made_here(variable: Any) -> bool:
-    return type(variable.mutation_type).__name__.endswith("New")
-
-
-def _changes_of(effects: Any, variable: Any, item: Any) -> Iterator[SideEffect]:
-    """The changes of one object: attribute by attribute, or as a whole."""
-    from torch._dynamo import variables
-
-    stacks = getattr(effects, "mutation_user_stacks", {}).get(variable) or [()]
-    user = [frame for frame in stacks[-1] if not frame.filename.startswith(LIBRARIES)]
-    line = f" ({os.path.basename(user[-1].filename)}:{user[-1].lineno})" if user else ""
-    attributes = effects.store_attr_mutations.get(variable, {})
-    for name, value in attributes.items():
-        keeps = _keeps_tensor(effects, variable, value)
-        if isinstance(variable, variables.NewGlobalVariable) or isinstance(item, types.ModuleType):
-            yield SideEffect(f"sets the global variable {name!r}{line}", 0, keeps)
-        elif isinstance(variable, variables.CellVariable):
-            yield SideEffect(f"sets a variable of an enclosing function{line}", 0, keeps)
-        elif isinstance(value, variables.DeletedVariable):
-            yield SideEffect(f"deletes the attribute {name!r} of {type(item).__name__}{line}", id(item), keeps)
-        elif not _holds_already(item, name, value):
-            yield SideEffect(f"sets the attribute {name!r} of {type(item).__name__}{line}", id(item), keeps)
-    if not attributes:
-        yield SideEffect(f"changes a {type(item).__name__}{line}", id(item), _keeps_tensor(effects, variable, variable))
-
-
-def _holds_already(item: Any, name: str, value: Any) -> bool:
-    """Whether the attribute already has the constant ``value``."""
-    if not value.is_python_constant() or name not in getattr(item, "__dict__", {}):
-        return False
-    new, old = value.as_python_constant(), vars(item)[name]
-    return new is old or (type(new) is type(old) and type(new) in (bool, int, float, str) and new == old)
-
-
-def _keeps_tensor(effects: Any, owner: Any, value: Any) -> bool:
-    """Whether ``value`` contains a tensor from outside the owner's root object: an argument or a result."""
-    from torch._dynamo.variables import TensorVariable
-    from torch._dynamo.variables.base import VariableTracker
-
-    found: list[Any] = []
-    seen: set[int] = set()
-    waiting = [value]
-    while waiting:
-
-        def look(variable: Any) -> None:
-            if id(variable) not in seen:
-                seen.add(id(variable))
-                waiting.extend(effects.store_attr_mutations.get(variable, {}).values() if variable is not owner else ())
-                if isinstance(variable, TensorVariable):
-                    found.append(variable)
-
-        VariableTracker.visit(look, waiting.pop())
-    root = _source_name(owner).partition("]")[0]  # L['model'
-    return any(not root or _own_name(tensor).partition("]")[0] != root for tensor in found)
-
-
-def _own_name(tensor: Any) -> str:
-    """The source of a tensor, or of the one that an operator such as ``+=`` has written to and returned."""
-    argument = written_node(tensor.as_proxy().node).meta.get("grapharg")
-    return _source_name(tensor) or (_source_name(argument) if argument is not None else "")
-
-
-def _source_name(variable: Any) -> str:
-    """The source of a value in Dynamo's notation (``L['self'].layers[0]``); empty for values that the code computes."""
-    try:
-        return _name_of(variable.source) or ""
-    except NotImplementedError:
-        return ""
 
 
 AtenHook = Callable[[fx.GraphModule], None]

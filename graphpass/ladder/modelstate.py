@@ -21,7 +21,8 @@ from typing import Any, Self
 
 import torch
 
-from graphpass.compat import dynamo, memory, nnmodules
+from graphpass.compat import memory, nnmodules
+from graphpass.compat.sideeffects import SideEffect
 from graphpass.errors import CaptureError, ShapeError
 
 _TRAINING = operator.attrgetter("training")
@@ -327,7 +328,7 @@ def restoring_python_state(modules: Sequence[torch.nn.Module]) -> Iterator[Pytho
         state.restore()
 
 
-def refuse_side_effects(effects: Iterable[dynamo.SideEffect], state: PythonState) -> None:
+def refuse_side_effects(effects: Iterable[SideEffect], state: PythonState) -> None:
     """Refuse a model whose calls change Python state that a manager cannot restore."""
     for effect in effects:
         if effect.keeps_tensor:  # guard: manager_kept_tensors

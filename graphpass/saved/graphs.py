@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.compat import configuration, dynamo, nnmodules, saving, symbolic
+from graphpass.compat import configuration, nnmodules, saving, symbolic
+from graphpass.compat.sideeffects import SideEffect
 from graphpass.compile import CompiledRegion, TunedRegion
 from graphpass.compile.structure import Structure, structure_of
 from graphpass.ledger import Reason
@@ -40,7 +41,7 @@ class GraphIdentity:
         cls,
         graph_module: fx.GraphModule,
         ends_early: Reason | None,
-        side_effects: Sequence[dynamo.SideEffect],
+        side_effects: Sequence[SideEffect],
         settings: Settings,
     ) -> GraphIdentity | Reason:
         """The identity of a traced graph, in every process the same; or why it has none."""
