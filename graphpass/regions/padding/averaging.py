@@ -6,6 +6,7 @@ zero again before the squares are summed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -186,6 +187,27 @@ def _running(operands: Operands, entries: _Entries, average: Ref, spread: Ref) -
         kept = making.emit("aten::mul.Scalar", own, self=old, other=1 - share)
         found[at] = making.emit("aten::add.Tensor", own, self=kept, other=new, alpha=1)
     return found
+
+
+def bags(operands: Operands, read: frozenset[int]) -> Ref | None:
+    """A bag for each row of ids: the rows of the table that they name, summed or averaged or the greatest of them."""
+    call, making, table, ids = (operands.call, operands.making, *map(operands.argument, ("weight", "indices")))
+    named, skipped = call.tensor("indices"), call.argument("padding_idx", default=-1)
+    is_plain = call.argument("offsets") is None and call.argument("per_sample_weights") is None and skipped == -1
+    if not isinstance(table, Ref) or not isinstance(ids, Ref) or not is_plain or named.rank != 2:  # guard: made_bags
+        return None
+    shape, mode = call.shapes[0], call.argument("mode")
+    sizes = (*making.shape_of(ids).sizes, shape.sizes[1])
+    rows = making.emit("aten::embedding", replace(shape, sizes=sizes), weight=table, indices=ids, padding_idx=-1)
+    if mode == 1:
+        of_bags = _Entries(making, rows, [1], _wide(shape.dtype))
+        made = of_bags.averaged(rows, replace(shape, dtype=of_bags.shape.dtype), keepdim=False)
+    else:
+        fill = -math.inf if mode == 2 else 0
+        made = making.filled(rows, making.places(rows, [1]), fill)
+        op = "aten::amax" if mode == 2 else "aten::sum.dim_IntList"
+        made = None if made is None else making.emit(op, shape, self=made, dim=(1,), keepdim=False)
+    return None if made is None else _several(operands, {0: _cast(making, made, shape.dtype)})
 
 
 def averaged_windows(operands: Operands, read: frozenset[int]) -> Ref | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,9 +13,10 @@ import torch
 from torch import fx
 
 from graphpass.compat import operators, symbolic
+from graphpass.regions.padding.combining import greatest, lowest
 from graphpass.regions.padding.indexing import WRITES
 from graphpass.regions.padding.making import Made, base_name
-from graphpass.regions.padding.neutral import INDEX, NEUTRAL, REAL_INDEX, REAL_SIZE, RESULTS
+from graphpass.regions.padding.neutral import INDEX, NEUTRAL, REAL_INDEX, REAL_ORDER, REAL_SIZE, RESULTS
 from graphpass.regions.padding.program import GETITEM, AtenGraph, AtenNode, Ref
 from graphpass.regions.padding.values import Size, operator_named
 
@@ -224,6 +226,10 @@ class _Writer:
             return self._neutral(arguments)
         if node.op == REAL_SIZE:
             return self._of_entries(arguments["size"], node.result)
+        if node.op == GETITEM:
+            return self.call(operator.getitem, self._of_results(node), arguments["at"])
+        if node.op == REAL_ORDER:
+            return self._sorted(arguments)
         if node.op == REAL_INDEX:
             wraps, is_longer = arguments["wraps"], arguments["is_longer"]
             return self._index(self._value(arguments["self"]), arguments["size"], wraps=wraps, is_longer=is_longer)
@@ -239,6 +245,16 @@ class _Writer:
             elif value is not None and value != argument.default_value:
                 kwargs[argument.name] = value
         return self.call(op, *args, **kwargs)
+
+    def _sorted(self, arguments: Mapping[str, Any]) -> fx.Node:
+        """NaN is the greatest, and a stable sort puts real entries that equal padding before it."""
+        tensor, dim, descending = self._value(arguments["self"]), arguments["dim"], arguments["descending"]
+        dtype = tensor.meta["val"].dtype
+        fill: Any = math.nan if dtype.is_floating_point else greatest(dtype)
+        last = self._filling(lowest(dtype) if descending else fill, dtype)  # guard: made_order_of_nan
+        real = self._is_real(arguments["size"], tensor.meta["val"].dim() - dim - 1)
+        filled = self.call(aten.where.self, real, tensor, last)
+        return self.call(aten.sort.stable, filled, stable=True, dim=dim, descending=descending)
 
     def _neutral(self, arguments: Mapping[str, Any]) -> fx.Node:
         """``where(real, x, fill)``, where the entries of one factor of a dimension below its real size are real."""

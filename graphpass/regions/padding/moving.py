@@ -16,8 +16,8 @@ import torch
 
 from graphpass.compat import symbolic
 from graphpass.regions.padding.making import Operands, Rewrite
-from graphpass.regions.padding.neutral import INDEX
-from graphpass.regions.padding.program import Ref
+from graphpass.regions.padding.neutral import INDEX, REAL_ORDER, RESULTS
+from graphpass.regions.padding.program import GETITEM, Ref
 from graphpass.regions.padding.sizes import is_zero_size, product
 from graphpass.regions.padding.values import PaddedValue, Size, TensorShape
 
@@ -204,3 +204,25 @@ def replaced_part(operands: Operands, read: frozenset[int]) -> Ref | None:
         return None
     chosen = making.emit("aten::ge.Scalar", replace(making.shape_of(inside), dtype=torch.bool), self=inside, other=0)
     return making.emit("aten::where.self", shape, condition=chosen, self=part, other=ref)
+
+
+def ordered(operands: Operands, read: frozenset[int]) -> Ref | None:
+    """``sort``, and ``topk`` as the first entries of one: padding comes last."""
+    call, making, ref = operands.call, operands.making, operands.argument("self")
+    value, shapes = call.tensor("self"), operands.node.result
+    dim = call.dim(call.argument("dim", default=-1), value.rank)
+    of_dim, count = value.factors[dim], call.argument("k")
+    if not isinstance(ref, Ref) or not isinstance(shapes, tuple) or len(of_dim) != 1 or isinstance(count, sympy.Basic):
+        return None
+    descending = bool(call.argument("descending", "largest", default=False))
+    whole = making.shape_of(ref)
+    both = (whole, replace(whole, dtype=torch.int64))
+    made = making.emit(REAL_ORDER, both, self=ref, dim=dim, size=of_dim[0], descending=descending)
+    making.inserted("padding behind all real entries", of_dim[0], whole)
+    if count is None:
+        return made
+    parts = []
+    for at, (shape, of_all) in enumerate(zip(shapes, both, strict=True)):
+        part = making.emit(GETITEM, of_all, of=made, at=at)
+        parts.append(making.emit("aten::slice.Tensor", shape, self=part, dim=dim, start=0, end=count, step=1))
+    return making.emit(RESULTS, shapes, results=tuple(parts))

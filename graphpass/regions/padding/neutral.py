@@ -20,6 +20,9 @@ NEUTRAL = "graphpass::neutral"
 REAL_SIZE = "graphpass::real_size"
 """The real value of an expression over sizes, for each entry of a tensor: its index is among the symbols, too."""
 
+REAL_ORDER = "graphpass::real_order"
+"""``self`` sorted along ``dim`` of ``size``, equal entries in their order and padding last; and where entries were."""
+
 RESULTS = "graphpass::results"
 """The results of an operator that has several, each by itself; None for one that is not read."""
 
@@ -69,6 +72,14 @@ def real_size(call: OpCall) -> PaddedValue:
         raise call.refuse(f"it counts the entries of {size}", size)
     counted = call.argument("counted")
     return replace(call.fresh(), counted=counted)
+
+
+def real_order(call: OpCall) -> tuple[PaddedValue, PaddedValue]:
+    """Real entries come first, so the places are those of real ones."""
+    value, dim, size = call.tensor("self"), call.argument("dim"), call.argument("size")
+    if call.asks_independence or value.factors[dim] != (size,):
+        raise call.refuse(f"sorts the dimension {dim} of {list(value.factors[dim])}", size)
+    return PaddedValue(value.factors), PaddedValue(value.factors, counted=size)
 
 
 def results(call: OpCall) -> tuple[PaddedValue | None, ...]:

@@ -263,6 +263,8 @@ _REWRITES: Mapping[str, Rewrite] = {
     **dict.fromkeys(words("var std var_mean std_mean"), averaging.variance),
     **dict.fromkeys(_NORMS, averaging.normalisation),
     **dict.fromkeys(words("avg_pool2d avg_pool3d"), averaging.averaged_windows),
+    **dict.fromkeys(words("_embedding_bag _embedding_bag_forward_only"), averaging.bags),
+    **dict.fromkeys(words("sort topk"), moving.ordered),
     **dict.fromkeys(words("slice_scatter select_scatter"), moving.replaced_part),
     "select": moving.selected,
     "slice": moving.sliced,

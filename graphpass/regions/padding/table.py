@@ -53,6 +53,7 @@ _KEEPS: list[tuple[PaddingRule, str]] = [
     (neutral.neutral, neutral.NEUTRAL),
     (neutral.real_index, neutral.REAL_INDEX),
     (neutral.results, neutral.RESULTS),
+    (neutral.real_order, neutral.REAL_ORDER),
 ]
 
 _MAKES: list[tuple[PaddingRule, str]] = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,6 +21,10 @@ def batch_norm_in_training(x: Tensor, p: Tensor, mean: Tensor, var: Tensor) -> l
 def updated(x: Tensor, p: Tensor, mean: Tensor, var: Tensor) -> list[Tensor]:
     results = aten._batch_norm_with_update_functional(x.mT, p, p, mean, var, 0.1, 1e-5)
     return [results[0], results[4], results[5]]
+
+
+def bagged(mode: str) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda ids, table: F.embedding_bag(ids, table, mode=mode)
 
 
 AVERAGED: dict[str, list[Case]] = {
@@ -58,6 +64,12 @@ AVERAGED: dict[str, list[Case]] = {
     ],
     "_native_batch_norm_legit_functional": [Case("batch norm in training", batch_norm_in_training)],
     "_batch_norm_with_update_functional": [Case("batch norm with update", updated)],
+    "_embedding_bag_forward_only": [
+        Case(f"{mode} of bags", bagged(mode), proved=("b",)) for mode in ("sum", "mean", "max")
+    ],
+    "_embedding_bag": [
+        Case("bags with a padding_idx", lambda ids, table: F.embedding_bag(ids, table, padding_idx=0), ("b",), ("b",)),
+    ],
     "avg_pool2d": [
         Case("mean pool of what is there", lambda x: pooled(x, count_include_pad=False), proved=("b",)),
         Case("mean pool to the end", lambda x: F.avg_pool1d(x.mT, 3, 2, ceil_mode=True), proved=("b",)),

@@ -110,6 +110,25 @@ MOVED: dict[str, list[Case]] = {
         Case("sum from the end", lambda x: x.flip(1).cumsum(1).flip(1), proved=("b",)),
         Case("mask up to the last", lambda g: visible_from_end(g > 0), proved=("b",)),
     ],
+    "sort": [
+        Case("sort", lambda x: x.sort(1), proved=("b",)),
+        Case("sort of special numbers", lambda x: x.sort(1)[0], proved=("b",), contents={"x": special}),
+        Case("sort down", lambda x: x.sort(1, True)[0], proved=("b",), contents={"x": special}),
+        Case(
+            "places of a stable sort", lambda x: x.sort(dim=1, stable=True)[1], proved=("b",), contents={"x": special}
+        ),
+        Case("a stable sort of integers", lambda i: i.sort(dim=1, descending=True, stable=True), proved=("b",)),
+        Case("sort merged", lambda x: x.flatten(0, 1).sort(0)[0], ()),
+        Case("entries in order", lambda x: x.gather(1, x.argsort(1)).cumsum(1), proved=("b",)),
+    ],
+    "topk": [
+        Case("topk", lambda x: x.topk(3, 1), proved=("b",)),
+        Case("topk of special numbers", lambda x: x.topk(4, 1)[0], proved=("b",), contents={"x": special}),
+        Case("the least two", lambda x: x.topk(2, 1, largest=False)[0], proved=("b",), contents={"x": special}),
+        Case("topk of equal entries", lambda x: x.topk(2, 1)[0], proved=("b",), contents={"x": all_are(-math.inf)}),
+        Case("what topk names", lambda x: x.gather(1, x.topk(2, 1)[1]), proved=("b",)),
+        Case("topk by a size", lambda x: x.topk(x.shape[1] - 2, 1)[0], ("b",), ("b",)),
+    ],
     "roll": [
         Case("roll", lambda x: x.roll(2, 1), proved=("b",), contents={"x": special}),
         Case("roll back", lambda x: x.roll(-7, 1), proved=("b",)),

@@ -47,6 +47,7 @@ UNSAMPLED = {
     "graphpass::real_size": "the same",
     "graphpass::real_index": "the same",
     "graphpass::results": "the same",
+    "graphpass::real_order": "the same",
 }
 
 
