@@ -38,6 +38,14 @@ _AFTER_A_CHANGE = (
     "capture again with each value before it serves (capture(), precapture(), or a call); keep a Python number that"
     " changes in a buffer"
 )
+_CALL_IT = (
+    "call it once first, or pass options=cgpass.options(runtime=...) to torch.compile; if it has run, Dynamo compiled "
+    f"no graph of it: TORCH_LOGS=graph_breaks says why, and for an RNN, GRU or LSTM {dynamo.ALLOW_RNN}"
+)
+_COMPILE_IT = (
+    'it is not compiled: call its compile(backend="cgpass") if it is a module, or else use what torch.compile returns; '
+    "the copy of a module that was compiled so has to be compiled, too"
+)
 _MANY = 8  # compilations of one function: the default of torch._dynamo.config.recompile_limit
 
 _Owned = TypeVar("_Owned")
@@ -452,7 +460,8 @@ def runtime_of(compiled: Any) -> GraphRuntime:
     Raises:
         OptionError: it was compiled with another backend, has not run yet, or is not compiled.
     """
-    for compiler in dynamo.compilers_of(compiled):
+    compilers = dynamo.compilers_of(compiled)
+    for compiler in compilers:
         if hasattr(compiler, _ATTRIBUTE) or dynamo.backend_options(compiler).get("runtime") is not None:
             of_compiler = runtime_of_compiler(compiler)
             of_compiler.given_up.serves(dynamo.code_of(compiled))
@@ -460,13 +469,12 @@ def runtime_of(compiled: Any) -> GraphRuntime:
     runtime = getattr(dynamo.compiled_ahead(compiled), "runtime", None)
     if isinstance(runtime, GraphRuntime):
         return runtime
+    remedy = _CALL_IT if compilers else _COMPILE_IT  # guard: runtime_of_what_is_not_compiled
     raise OptionError(
         "this callable has no graphpass runtime",
         expected="a callable compiled with backend='cgpass' that has run once, or options with runtime=GraphRuntime()",
         found=next((str(why) for why in GivenUpFunctions().serves(dynamo.code_of(compiled))), named(compiled)),
-        remedy="call it once first, or pass options=cgpass.options(runtime=...) to torch.compile; "
-        "if it has run, Dynamo compiled no graph of it: TORCH_LOGS=graph_breaks says why, and for an RNN, GRU or LSTM "
-        f"{dynamo.ALLOW_RNN}",
+        remedy=remedy,
     )
 
 

@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import pickle
+import re
 import subprocess
 import sys
 import weakref
@@ -101,6 +102,23 @@ def test_what_was_never_compiled_has_none(other: Any) -> None:
         other(torch.randn(4, 6))
     with pytest.raises(OptionError, match="no graphpass runtime"):
         runtime_of(other)
+
+
+def test_a_copy_of_a_model_compiled_in_place_is_to_be_compiled_again() -> None:
+    fast = made(MAKERS["in place"])
+    called(fast)
+    for copied in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):  # torch leaves the compilation out
+        copied(torch.randn(4, 6))
+        with pytest.raises(OptionError, match="no graphpass runtime") as raised:
+            runtime_of(copied)
+        (call,) = re.findall(r"call its (compile\(.*?\))", raised.value.remedy)
+        eval(f"copied.{call}", {"copied": copied})
+        with torch.no_grad():
+            for _ in range(4):
+                x = torch.randn(4, 6)
+                agrees(copied(x), fast(x))
+        assert runtime_of(copied) is not runtime_of(fast)
+        assert runtime_of(copied).stats().replayed > 0
 
 
 def test_equal_options_share_callable_and_runtime() -> None:
