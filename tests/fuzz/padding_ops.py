@@ -12,6 +12,7 @@ from tests.fuzz.padding_moves import (
     MOVES,
     Op,
     has_dims,
+    has_two,
     is_float,
     is_float_with_dims,
     on,
@@ -164,6 +165,29 @@ def extremum(p: Program, value: Value) -> Value | None:
         return p.call(aten.argmax.default, (value, dim), reduced(value, [dim], False), INT)
     shape = reduced(value, [dim], False)
     return p.call_many(aten.max.dim, (value, dim), [(shape, FLOAT), (shape, INT)])
+
+
+@on(lambda v: is_float(v) and v.rank >= 2 and all(map(has_two, v.shape)))
+def by_places(p: Program, value: Value) -> Value | None:
+    """Statistics and entries at other places, which count in the real sizes."""
+    dim, (size, last) = p.choose.randrange(value.rank), value.shape[-2:]
+    kind = p.choose.randrange(6)
+    if kind == 0:
+        return p.call(aten.var.correction, (value, [dim]), reduced(value, [dim], False), FLOAT, correction=0)
+    if kind == 1:
+        exchanged = (*value.shape[:-2], last, size)
+        return p.call(aten.reshape.default, (value, p.sizes(exchanged)), exchanged, FLOAT)
+    if kind == 2:
+        return p.call(aten.arange.start_step, (p.number(last - 1), -1, -1), (last,), INT)
+    if kind == 3 and value.rank <= 3:
+        return p.call(aten.replication_pad1d.default, (value, [2, 1]), (*value.shape[:-1], last + 3), FLOAT)
+    if kind == 4 and value.rank <= 3:
+        frames = (*value.shape[:dim], value.shape[dim] - 1, *value.shape[dim + 1 :], 2)
+        return p.call(aten.unfold.default, (value, dim, 2, 1), frames, FLOAT)
+    half = p.call(
+        aten.floor_divide.default, (p.call(aten.arange.default, (p.number(last),), (last,), INT), 2), (last,), INT
+    )
+    return p.call(aten.index.Tensor, (value, [*[None] * (value.rank - 1), half]), value.shape, FLOAT)
 
 
 def softmax(p: Program) -> Value | None:
@@ -353,8 +377,8 @@ def silenced(p: Program) -> Value | None:
 
 OPS: dict[Op, int] = {
     unary: 4, scalar: 3, binary: 8, integers: 2, shifted_integers: 2, compare: 3, compare_scalar: 2, logical: 3,
-    convert: 3, fill: 8, where: 4, reduction: 8, truth: 3, extremum: 1, softmax: 4, scan: 2, reorder: 1, matmul: 6,
-    triangle: 3, creation: 6, by_size: 1, layer_norm: 2, batch_norm: 1, attention: 4, noise: 1, masked_sum: 6,
-    causal_scores: 4, **MOVES, spoiled: 3, silenced: 5, put_from_the_end: 2,
+    convert: 3, fill: 8, where: 4, reduction: 8, truth: 3, extremum: 1, softmax: 4, scan: 2, reorder: 2, matmul: 6,
+    by_places: 4, triangle: 3, creation: 6, by_size: 1, layer_norm: 2, batch_norm: 1, attention: 4, noise: 1,
+    masked_sum: 6, causal_scores: 4, **MOVES, spoiled: 3, silenced: 5, put_from_the_end: 2,
 }  # fmt: skip
 """How often each operator is chosen."""
