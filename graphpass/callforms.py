@@ -16,18 +16,12 @@ import torch
 
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.settings import replay_settings
-from graphpass.compat import dynamo, gaveup, operators, trees
+from graphpass.compat import dynamo, operators, trees
 from graphpass.errors import CaptureError, GraphpassError
-from graphpass.ledger import Reason
 from graphpass.options import Fallbacks
 from graphpass.saved.calls import SavedCalls
 
 _MODEL = "graphed_model"
-_NO_GRAPH = Reason(
-    "a call reached no graph: Dynamo found nothing to compile, or was off",
-    "take torch.compiler.disable() off the call and the forward, unset TORCHDYNAMO_DISABLE, and set "
-    "torch._dynamo.config.allow_rnn = True for LSTM and GRU; what computes nothing on tensors has no graph",
-)
 
 
 class CallForms:
@@ -98,8 +92,7 @@ class CallForms:
             self._saved.load(function, form)
             compiled = torch.compile(function, backend=self._backend, dynamic=self._is_dynamic, options=self._options)
             self._forms[form] = compiled
-        given_up, num_tried = self.runtime.given_up, gaveup.num_tried()
-        before, began_us = given_up.before_call(), gaveup.now_us()
+        before = self.runtime.given_up.before_call()
         try:
             result = compiled(*args, *kwargs.values())
         except GraphpassError:
@@ -108,10 +101,7 @@ class CallForms:
             if not dynamo.came_from_tracing(error):
                 raise
             raise _typed(error) from error
-        has_no_graph = given_up.entered.total() == before[gaveup.UNKNOWN]
-        has_tried = gaveup.num_tried() != num_tried
-        if has_no_graph or has_tried or len(before) > 1:
-            self._report(given_up.in_call(before, began_us if has_tried else None), has_no_graph=has_no_graph)
+        self._fallbacks.report_uncompiled(before)
         return result
 
     def save(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -140,21 +130,6 @@ class CallForms:
                 break
             positional.append(others.pop(name))
         return tuple(positional), others
-
-    def _report(self, reasons: Sequence[Reason], *, has_no_graph: bool) -> None:
-        """Count a call in which these functions ran as they are, or which entered no compiled graph at all."""
-        for reason in reasons or [_NO_GRAPH] * has_no_graph:
-            self.runtime.ledger.without_graph("uncompiled", reason).count_call(reason)
-        if has_no_graph and not reasons:
-            self.runtime.warn(_NO_GRAPH.why, _NO_GRAPH.remedy, is_recorded=True)
-        for reason in reasons:
-            error = CaptureError(
-                "a call ran without a graph, or in part without one, and on_fallback is 'error'",
-                expected="functions that Dynamo traces, and at most torch._dynamo.config.recompile_limit times each",
-                found=str(reason),
-                remedy=reason.remedy,
-            )
-            self._fallbacks.report(f"no graph: {reason}", error, is_recorded=True)
 
 
 def _typed(error: BaseException) -> GraphpassError:

@@ -19,6 +19,8 @@ from typing import Any
 from graphpass.errors import CaptureError, GraphpassError
 
 _log = logging.getLogger("graphpass")
+UNCOMPILED = "uncompiled"
+"""The subject of calls in which Dynamo runs functions as they are."""
 _MAX_PLACES = 64  # places and sizes kept for one reason: traffic with ever new sizes must not fill the memory
 
 

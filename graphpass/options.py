@@ -11,14 +11,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from graphpass.capture import CapturePolicy
+from graphpass.capture.givenup import BeforeCall
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.compile import COMPILERS
 from graphpass.errors import CaptureError, OptionError, is_integer, is_seconds, one_of
 from graphpass.keys import CUDAGraphMode
-from graphpass.ledger import Reason
+from graphpass.ledger import UNCOMPILED, Reason
 from graphpass.paddedinputs import PadRule, checked_rule
 from graphpass.saved.files import SavedFiles
 
+_NO_GRAPH = Reason(
+    "a call reached no graph: Dynamo found nothing to compile, or was off",
+    "take torch.compiler.disable() off the call and the forward, unset TORCHDYNAMO_DISABLE, and set "
+    "torch._dynamo.config.allow_rnn = True for LSTM and GRU; what computes nothing on tensors has no graph",
+)
 NEVER = "never"
 """The value of ``padding`` with which no size is padded."""
 
@@ -51,7 +57,8 @@ class Settings:
     policy: CapturePolicy = field(default_factory=CapturePolicy)
     #: the reaction if a call should replay a graph but cannot: ``warn`` once for each reason, ``error``, ``silent``. It
     #: applies above the largest capture size, where a call compiles after ``capture()`` or ``precapture``, and at
-    #: Dynamo's recompile limit of a graphed model (``torch.compile`` does not ask graphpass there); not under autograd.
+    #: Dynamo's recompile limit of a graphed model or a manager (``torch.compile`` does not ask graphpass there); not
+    #: under autograd.
     on_fallback: Literal["warn", "error", "silent"] = "warn"
     #: the choice of a graph for calls without a forward context. ``auto``: the callable chooses. ``context``: such
     #: calls run without graphs. By default ``context`` if ``runtime`` is set, else ``auto``.
@@ -186,6 +193,23 @@ class Fallbacks:
             raise error
         is_silent = self._on_fallback == "silent"
         self._runtime.warn(text, error.remedy, at=at, is_silent=is_silent, is_recorded=is_recorded)
+
+    def report_uncompiled(self, before: BeforeCall) -> bool:
+        """Count and report what Dynamo ran as it is in a call; returns whether the call has entered a graph at all."""
+        has_entered, reasons = self._runtime.given_up.in_call(before)
+        for reason in reasons or [_NO_GRAPH] * (not has_entered):
+            self._runtime.ledger.without_graph(UNCOMPILED, reason).count_call(reason)
+        if not reasons and not has_entered:
+            self._runtime.warn(_NO_GRAPH.why, _NO_GRAPH.remedy, is_recorded=True)
+        for reason in reasons:
+            error = CaptureError(
+                "a call ran without a graph, or in part without one, and on_fallback is 'error'",
+                expected="functions that Dynamo traces, and at most torch._dynamo.config.recompile_limit times each",
+                found=str(reason),
+                remedy=reason.remedy,
+            )
+            self.report(f"no graph: {reason}", error, is_recorded=True)
+        return has_entered
 
     def report_late(self, found: str, name: str = "") -> None:
         """Report that a call compiles, although its model was captured ahead; ``name`` is that of the new callable."""

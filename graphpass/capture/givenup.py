@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from graphpass.compat import gaveup
 from graphpass.compat.gaveup import UNKNOWN, GivenUp, Place
@@ -15,6 +16,14 @@ SEE_WHAT_DIFFERS = (
     "that changes in a buffer, or pass it as a tensor"
 )
 _REWRITE = "rewrite what it names so that torch.compile traces it; torch.compile(model, fullgraph=True) raises there"
+
+
+class BeforeCall(NamedTuple):
+    """The counts before a call of a compiled callable."""
+
+    times: Mapping[Place, int]  #: how often graphs were called, and those of each function that Dynamo gave up
+    num_tried: int  #: functions that Dynamo has tried to compile
+    at_us: int
 
 
 class GivenUpFunctions:
@@ -48,16 +57,24 @@ class GivenUpFunctions:
         self._look(gaveup.given_up())
         return list(self._found.values())
 
-    def before_call(self) -> Mapping[Place, int]:
-        """How often graphs were called, and those of each of these functions."""
-        return {UNKNOWN: self._times(UNKNOWN), **{place: self._times(place) for place in self._found}}
+    def before_call(self) -> BeforeCall:
+        """What :meth:`in_call` compares with."""
+        times = {UNKNOWN: self._times(UNKNOWN), **{place: self._times(place) for place in self._found}}
+        return BeforeCall(times, gaveup.num_tried(), gaveup.now_us())
 
-    def in_call(self, before: Mapping[Place, int], began_us: int | None) -> list[Reason]:
-        """Why functions ran as they are in a call, which began then if Dynamo has tried to compile something."""
-        own = () if began_us is None else (one for one in gaveup.given_up() if one.at_us >= began_us)
+    def in_call(self, before: BeforeCall) -> tuple[bool, list[Reason]]:
+        """Whether a call has entered a compiled graph, and why functions ran as they are in it."""
+        has_entered = self._times(UNKNOWN) != before.times[UNKNOWN]
+        has_tried = gaveup.num_tried() != before.num_tried
+        if has_entered and not has_tried and len(before.times) == 1:
+            return True, []
+        own = (one for one in gaveup.given_up() if one.at_us >= before.at_us) if has_tried else ()
         new = self._look(own, is_own=True)
-        found = self._found.items()
-        return [why for place, why in found if self._times(place) == before.get(place) or place in new - {UNKNOWN}]
+        return has_entered, [
+            why
+            for place, why in self._found.items()
+            if self._times(place) == before.times.get(place) or place in new - {UNKNOWN}
+        ]
 
     def reasons(self, counted: Iterable[str]) -> list[Reason]:
         """Those that no call was counted for."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 _SOFT = ("Unsupported", "UserError")  # errors that Dynamo keeps to itself; others reach the caller
+_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_(\d+)")
 
 Place = tuple[str | None, int | None, str | None]
@@ -39,7 +40,7 @@ def place_of(code: types.CodeType) -> Place:
 def shown(place: Place) -> str:
     """A function for a reader: ``forward (model.py:12)``."""
     file, line, name = place
-    if file is None or file.startswith("<"):
+    if file is None or file.startswith(("<", _OWN)):
         return "the model"  # a function that was made to call it
     resumed = _RESUMED.fullmatch(name or "")
     return f"{resumed[1]} from line {resumed[2]} on" if resumed else f"{name} ({os.path.basename(file)}:{line})"

@@ -13,7 +13,7 @@ from graphpass.errors import OptionError
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.ladder.estimate import Key
 from graphpass.ladder.traffic import Traffic, captured_group
-from graphpass.ledger import CountedReason, Reason
+from graphpass.ledger import UNCOMPILED, CountedReason, Reason
 from graphpass.report import KeyUse, Problem, ReportFigures, SizeTraffic, Table
 from graphpass.report.drawing import text_of
 from graphpass.report.figures import captured_sizes, key_sizes
@@ -159,9 +159,12 @@ class ManagerStats:
             of_runtime,
             problems=(*of_runtime.problems, left_out) if places else of_runtime.problems,
             keys=keys,
-            uncaptured=tuple(
-                CountedReason("steps", Reason(why.explanation, why.remedy, is_expected=why in _EXPECTED), batches)
-                for why, batches in self.fallbacks.items()
+            uncaptured=(
+                *(calls for calls in of_runtime.uncaptured if calls.subject == UNCOMPILED),
+                *(
+                    CountedReason("steps", Reason(why.explanation, why.remedy, is_expected=why in _EXPECTED), batches)
+                    for why, batches in self.fallbacks.items()
+                ),
             ),
             traffic=(sizes,) if self.histogram else (),
             costs=replace(

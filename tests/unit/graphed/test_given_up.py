@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import graphpass as gp
 from graphpass.errors import CaptureError, OptionError
+from tests.unit.engine.managed import WIDTH, captured, run
 
 SIZES = (8, 4, 6, 2) * 5
 FACTORS = {2: 3.0, 4: 5.0, 6: 7.0, 8: 9.0}
@@ -85,8 +87,8 @@ def outcomes(fast: Callable[..., Any], function: Callable[..., Any]) -> list[str
     return found
 
 
-def why(runtime: gp.GraphRuntime, says: str) -> Any:
-    (problem,) = [problem for problem in runtime.report().problems if problem.what.startswith(says)]
+def why(reporting: gp.GraphRuntime | gp.CudaGraphManager, says: str) -> Any:
+    (problem,) = [problem for problem in reporting.report().problems if problem.what.startswith(says)]
     return problem
 
 
@@ -126,6 +128,60 @@ def test_the_report_of_a_compiled_function_names_it_and_says_that_its_calls_are_
     assert named in problem.what
     assert problem.what.endswith("its later calls are not counted")
     assert says == LIMIT or "graph_break" in problem.what
+
+
+class Steps(nn.Module):
+    """Each step compiles anew, as a number of Python changes: of the whole model, or of what follows a break."""
+
+    def __init__(self, has_break: bool) -> None:
+        super().__init__()
+        self.has_break, self.num_steps = has_break, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        if self.has_break:
+            torch._dynamo.graph_break()
+        self.num_steps += 1
+        return y * self.num_steps
+
+
+# (breaks, the function that is named, steps of 10 within Dynamo's limit)
+steps = pytest.mark.parametrize(("has_break", "named", "traced"), [(False, "the model", 2), (True, "forward from", 1)])
+
+
+@steps
+def test_managers_count_each_such_step(has_break: bool, named: str, traced: int) -> None:
+    manager, model = captured(Steps(has_break), sizes=(4,)), Steps(has_break)
+    for num_tokens in (4, 3) * 5:
+        x = torch.randn(num_tokens, WIDTH)
+        torch.testing.assert_close(run(manager, x), model(x))
+    problem = why(manager, LIMIT)
+    assert (problem.kind, problem.times) == ("no graph", 10 - traced)
+    assert named in problem.what
+    assert manager.stats().replays == (10 if has_break else traced), "what replays is counted, and nothing else"
+    assert sum(manager.stats().histogram.values()) == 10
+
+
+@steps
+def test_each_such_step_can_be_an_error(has_break: bool, named: str, traced: int) -> None:
+    manager = captured(Steps(has_break), sizes=(4,), on_fallback="error")
+    found = []
+    for _ in range(10):
+        try:
+            run(manager, torch.randn(4, WIDTH))
+        except CaptureError as error:
+            found.append(error.found)
+    assert len(found) == 10 - traced
+    assert all(one.startswith(LIMIT) and named in one for one in found)
+
+
+def test_steps_that_dynamo_is_kept_from_are_no_replays() -> None:
+    manager = captured(Steps(has_break=False), sizes=(4,))
+    with torch.compiler.set_stance("force_eager"):
+        for _ in range(3):
+            run(manager, torch.randn(4, WIDTH))
+    assert manager.stats().replays == 0
+    assert why(manager, "a call reached no graph").times == 3
 
 
 def test_a_function_without_a_runtime_is_said_to_be_given_up() -> None:
