@@ -43,7 +43,6 @@ class Verdict(enum.StrEnum):
     """Whether real entries depend on the padding of a size. See Note [Padding verdicts]."""
 
     PROVED = "proved"
-    RUNTIME = "runtime"  #: the contents of a call decide
     UNPROVED = "unproved"
 
 
@@ -55,6 +54,7 @@ class PaddingFinding(Reason):
     op: str  #: the operator that makes real entries depend on it, ``aten.mean.dim``
     target: str = ""  #: the output, written input or effect that depends on it; empty for values inside a graph
     verdict: Verdict = Verdict.UNPROVED  #: PROVED if the graph is changed so that they do not depend on it
+    is_by_contents: bool = False  #: data selects the entries, so that the contents of a call decide
 
     def reaching(self, target: str) -> PaddingFinding:
         """This finding for ``target``."""
@@ -70,7 +70,7 @@ class PaddingFinding(Reason):
         place, _, source = self.where.partition(": ")
         line = f" at {place}: `{source}`" if source else f" at {place}" if place else ""
         several = rows.endswith("numbers")
-        may = "may depend" if self.verdict is Verdict.RUNTIME else "depend" if several else "depends"
+        may = "may depend" if self.is_by_contents else "depend" if several else "depends"
         return f"{rows} {may} on padding of '{self.field}' through {self.op} ({self.why}){line}"
 
 

@@ -20,9 +20,7 @@ from graphpass.options import Settings
 from graphpass.paddedinputs import PadRule
 from graphpass.regions.padding import (
     DECLARE_MASK,
-    HIDE_PADDING,
     PaddingProof,
-    is_by_contents,
     prove_partition,
 )
 from graphpass.regions.split import Partition
@@ -205,12 +203,10 @@ def _verdicts(
 def _obstacle(size: Size, parts: Partition, proof: PaddingProof) -> Reason:
     """Why no proof covers a size, and the remedy."""
     findings = [finding for finding in proof.findings if finding.field == size.name]
-    findings.sort(key=is_by_contents)  # what no contents excuse comes first
+    findings.sort(key=lambda finding: bool(finding.remedy))  # what no remedy helps comes first
     if not findings:
         return Reason("no proof covers it", _EXACT)
     remedy = findings[0].remedy or _EXACT
-    if all(map(is_by_contents, findings)) and any(finding.remedy == HIDE_PADDING for finding in findings):
-        remedy = HIDE_PADDING
     return Reason(str(findings[0]), remedy.replace(DECLARE_MASK, _under_mask(size, parts)))
 
 

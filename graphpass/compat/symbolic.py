@@ -51,16 +51,6 @@ def fakify(fake_mode: Any, value: Any) -> Any:
     return value
 
 
-def has_negative(constant: torch.Tensor) -> bool:
-    """Whether a tensor that a trace holds as a constant has a negative entry; True for a fake tensor."""
-    from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-
-    if isinstance(constant, FakeTensor):
-        return True
-    with unset_fake_temporarily():
-        return bool((constant < 0).any())
-
-
 def without_base(view: torch.Tensor, fake_mode: Any) -> torch.Tensor:
     """A fake tensor with the layout and the storage of ``view``, which is a view of nothing.
 

@@ -65,7 +65,7 @@ from graphpass.regions.padding.program import AtenGraph, Insertion
 from graphpass.regions.padding.proof import PaddingProof, mixing_of, padding_of, prove_partition
 from graphpass.regions.padding.sizes import Question, Sizes
 from graphpass.regions.padding.table import ignores_numbers, register_padding_rule
-from graphpass.regions.padding.values import PaddedValue, is_by_contents
+from graphpass.regions.padding.values import PaddedValue
 
 __all__ = [
     "DECLARE_MASK",
@@ -88,7 +88,6 @@ __all__ = [
     "ignores_numbers",
     "input_values",
     "interpret",
-    "is_by_contents",
     "made",
     "mixing_of",
     "padding_of",

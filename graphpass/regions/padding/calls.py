@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import sympy
 
-from graphpass.ledger import PaddingFinding, Reason, Verdict
+from graphpass.ledger import PaddingFinding, Reason
 from graphpass.regions.padding.sizes import Question, Sizes
 from graphpass.regions.padding.values import (
     Factors,
@@ -45,7 +45,7 @@ REGISTER_RULE = "say what the operator does with padding (graphpass.regions.regi
 class PaddingReason(Reason):
     """Why every entry of an operator's results may differ in a padded run: ``why`` is the operator's effect."""
 
-    verdict: Verdict = Verdict.UNPROVED  #: RUNTIME if the contents of a call decide, else UNPROVED
+    is_by_contents: bool = False  #: data selects the entries, so that the contents of a call decide
     size: Size | None = None  #: the padded size that causes it, if it is known
 
 
@@ -246,7 +246,9 @@ class OpCall:
             field for size in self.sizes_at_hand() for field in self.sizes.fields_of(size)
         }
         return frozenset(
-            PaddingFinding(reason.why, reason.remedy, self.where, field=field, op=self.op, verdict=reason.verdict)
+            PaddingFinding(
+                reason.why, reason.remedy, self.where, field=field, op=self.op, is_by_contents=reason.is_by_contents
+            )
             for field in fields or self.sizes.fields.values()
         )
 

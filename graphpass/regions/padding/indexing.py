@@ -1,6 +1,6 @@
-"""Relations of operators that read or write by index, and what is known of indices: signs, bounds, positions.
+"""Relations of operators that read or write by index, and what is known of indices: bounds, positions.
 
-Along a padded dimension the indices must be known to be real, else the verdict is RUNTIME.
+Along a padded dimension the indices must be known to be real.
 """
 
 from __future__ import annotations
@@ -9,13 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-import sympy
 import torch
 
-from graphpass.ledger import PaddingFinding, Verdict
+from graphpass.ledger import PaddingFinding
 from graphpass.regions.padding.calls import (
     HIDE_PADDING,
-    MOVES,
     OpCall,
     PaddingReason,
     PaddingRule,
@@ -27,12 +25,10 @@ from graphpass.regions.padding.pointwise import cast, entry_by_entry
 from graphpass.regions.padding.sizes import as_size, product
 from graphpass.regions.padding.values import (
     ALL_FINITE,
-    COUNT_FROM_START,
     Approximate,
     Factors,
     PaddedValue,
     Place,
-    Sign,
     Size,
     is_finite,
     is_zero,
@@ -70,14 +66,9 @@ def is_whole(index: PaddedValue, of_dim: Factors) -> bool:
     return index.factors[index.index.dim] == of_dim
 
 
-def by_contents(what: str, size: Size | None, *counting: PaddedValue, remedy: str = "") -> PaddingReason:
-    """A RUNTIME reason: only the contents of a call decide whether padding is read or written.
-
-    Negative indices among ``counting`` count from the padded end of a dimension, and no contents make up for that.
-    """
-    if any(index.sign is Sign.UNKNOWN for index in counting):  # guard: proof_negative_index
-        return PaddingReason(f"{what}, and a negative index counts from its end", size=size, remedy=COUNT_FROM_START)
-    return PaddingReason(what, verdict=Verdict.RUNTIME, size=size, remedy=remedy)
+def by_contents(what: str, size: Size | None, remedy: str = "") -> PaddingReason:
+    """The reason that only the contents of a call decide whether padding is read or written."""
+    return PaddingReason(what, is_by_contents=True, size=size, remedy=remedy)
 
 
 def check_order(call: OpCall, of_dim: Factors) -> None:
@@ -126,7 +117,7 @@ def index(call: OpCall) -> PaddedValue:
                 pads[at + along, index.index.factor] = value.pad_at((dim, 0))
         if call.sizes.any_padded(value.factors[dim]) and not stays_real(call, index, value.factors[dim]):
             size = call.sizes.first_padded(value.factors[dim])
-            reasons.append(by_contents(f"data selects entries of the padded dimension {dim}", size, index))
+            reasons.append(by_contents(f"data selects entries of the padded dimension {dim}", size))
     places = call.places(result)
     return call.reached(result.with_pads({at: pad for at, pad in pads.items() if at in places}), *reasons)
 
@@ -198,7 +189,7 @@ def take(call: OpCall) -> PaddedValue:
         return result
     check_order(call, flat)
     what = "data selects entries of the flattened, padded tensor"
-    return call.reached(result, by_contents(what, call.sizes.first_padded(flat), index))
+    return call.reached(result, by_contents(what, call.sizes.first_padded(flat)))
 
 
 def _check_aligned(call: OpCall, value: PaddedValue, index: PaddedValue, dims: Sequence[int]) -> None:
@@ -227,7 +218,7 @@ def bucketize(call: OpCall) -> PaddedValue:
     return PaddedValue(entries.factors)
 
 
-# --- writes: RUNTIME if the index or the source is padded along the written dimension
+# --- writes: refused if the index or the source is padded along the written dimension
 
 
 WRITES = words(
@@ -281,7 +272,7 @@ def scatter(call: OpCall) -> PaddedValue:
         return _written(call, value.factors, source)
     check_order(call, value.factors[dim])
     what, remedy = f"data selects which entries of dimension {dim} are written", HIDE_PADDING if _adds(call) else ""
-    return _written(call, value.factors, source, by_contents(what, size, remedy=remedy))
+    return _written(call, value.factors, source, by_contents(what, size, remedy))
 
 
 def index_add(call: OpCall) -> PaddedValue:
@@ -300,15 +291,12 @@ def index_add(call: OpCall) -> PaddedValue:
     if size is None or drops_padding(call, index, of_dim) or _adds_zeros(call, source, of_dim):
         return _written(call, tuple(factors), source)
     check_order(call, of_dim)
-    counting = [index] if call.name == "index_fill" and call.sizes.any_padded(of_dim) else []  # the others refuse -1
-    what = f"data selects which entries of dimension {dim} are written"
-    return _written(
-        call, tuple(factors), source, by_contents(what, size, *counting, remedy=HIDE_PADDING if _adds(call) else "")
-    )
+    what, remedy = f"data selects which entries of dimension {dim} are written", HIDE_PADDING if _adds(call) else ""
+    return _written(call, tuple(factors), source, by_contents(what, size, remedy))
 
 
 def index_put(call: OpCall) -> PaddedValue:
-    """``x[i, j] = values``: aligned along factors whose index is 0, 1, 2, ...; RUNTIME along other padded factors."""
+    """``x[i, j] = values``: aligned along factors whose index is 0, 1, 2, ...; refused along other padded ones."""
     value, values = call.tensor("self"), call.tensor("values")
     indices: Sequence[PaddedValue | None] = call.argument("indices")
     hit = {dim: index for dim, index in enumerate(indices) if index is not None}
@@ -339,14 +327,8 @@ def index_put(call: OpCall) -> PaddedValue:
         return _written(call, value.factors, values)
     for dim in hit:
         check_order(call, value.factors[dim])
-    counting = [index for dim, index in hit.items() if call.sizes.any_padded(value.factors[dim])]
-    remedy = HIDE_PADDING if _adds(call) else ""
-    return _written(
-        call,
-        value.factors,
-        values,
-        by_contents("data selects the entries that are written", size, *counting, remedy=remedy),
-    )
+    reason = by_contents("data selects the entries that are written", size, HIDE_PADDING if _adds(call) else "")
+    return _written(call, value.factors, values, reason)
 
 
 def _masked_put(call: OpCall, value: PaddedValue, values: PaddedValue, masks: Sequence[PaddedValue]) -> PaddedValue:
@@ -357,72 +339,6 @@ def _masked_put(call: OpCall, value: PaddedValue, values: PaddedValue, masks: Se
         raise call.refuse("values are written one by one to the entries that a mask picks")
     leading = PaddedValue((*masks[0].factors, *[()] * (value.rank - masks[0].rank)))
     return PaddedValue(tuple(call.unify_into(value.factors, leading)))
-
-
-# --- signs: which tensors have no negative entry in the run at the real sizes, so that an index counts from the start
-
-_UNSIGNED = frozenset({torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64})
-
-_NEVER_NEGATIVE = words(
-    "abs square argmax argmin argsort nonzero bincount searchsorted bucketize count_nonzero zeros new_zeros zeros_like",
-    "zero ones new_ones ones_like",
-)
-
-_WITH_PLACES = words("sort topk kthvalue max min median nanmedian mode cummax cummin")
-"""Operators whose second result is the places of the first among the entries."""
-
-_FROM_VALUES = MOVES | words(
-    "add mul div true_divide floor_divide pow minimum maximum clamp_max where masked_fill cumsum cumprod sum prod mean",
-    "median nanmedian mode floor ceil round trunc bitwise_or bitwise_xor full new_full full_like scalar_tensor",
-    "repeat_interleave",
-)
-"""Operators without a negative result where none of their values is negative."""
-
-_VALUES = words("self a input x other b min max alpha src source value values tensors fill_value s weight exponent")
-"""Names of the arguments that are values, not indices, conditions, dimensions or sizes."""
-
-
-def sign_of(call: OpCall, value: PaddedValue, at: int) -> Sign:
-    """What is known of the signs in ``value``, the result at position ``at``."""
-    known = value.index.offset if value.index is not None else value.constant
-    if value.dtype in _UNSIGNED or _is_nonnegative(known) or _by_operator(call, at):
-        return Sign.NONNEGATIVE
-    return Sign.UNKNOWN
-
-
-def _by_operator(call: OpCall, at: int) -> bool:
-    if call.op == "graphpass.neutral":
-        return _known(call, "self")
-    if not call.op.startswith(("aten.", "prims.")):
-        return False
-    if call.name in _NEVER_NEGATIVE or (call.name in _WITH_PLACES and at == 1):
-        return True
-    if call.name in ("clamp", "clamp_min", "maximum", "bitwise_and"):  # one side decides
-        return _known(call, "min", "other", "b") or (_known(call, "self", "a") and _known(call, "max", absent=True))
-    if call.name == "remainder":
-        return _known(call, "other", "b")
-    if call.name == "fmod":
-        return _known(call, "self", "a")
-    if call.name in ("arange", "iota"):
-        return _known(call, "start", absent=True) and _known(call, "step", absent=True)
-    values = [argument for name, argument in call.arguments.items() if name in _VALUES and argument is not None]
-    return call.name in _FROM_VALUES and all(map(_is_nonnegative, values))
-
-
-def _known(call: OpCall, *names: str, absent: bool = False) -> bool:
-    """Whether the first argument among ``names`` is known not to be negative; ``absent`` if there is none."""
-    value = call.argument(*names)
-    return absent if value is None else _is_nonnegative(value)
-
-
-def _is_nonnegative(value: Any) -> bool:
-    if isinstance(value, PaddedValue):
-        return value.sign is not Sign.UNKNOWN
-    if isinstance(value, tuple):
-        return all(map(_is_nonnegative, value))
-    if isinstance(value, sympy.Basic):
-        return value.is_nonnegative is True
-    return isinstance(value, (bool, int, float)) and value >= 0
 
 
 # --- bounds: index tensors stay in bounds in their padding, so that no kernel reads outside of its tensor
@@ -437,7 +353,9 @@ _ALONG_DIM = words(
 )
 _PROBABILITIES = words("bernoulli binary_cross_entropy binomial multinomial poisson")
 
-_PLACES = _WITH_PLACES | words("argmax argmin argsort bucketize searchsorted")
+_PLACES = words(
+    "argmax argmin argsort bucketize searchsorted sort topk kthvalue max min median nanmedian mode cummax cummin"
+)
 """Operators that return integers for floats: places among the entries, which exist for all contents."""
 
 

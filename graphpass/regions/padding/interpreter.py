@@ -21,14 +21,13 @@ from graphpass.regions.padding.calls import (
     Unknown,
     tensors_of,
 )
-from graphpass.regions.padding.indexing import by_position, needs_real_contents, new_fields, reads_outside, sign_of
+from graphpass.regions.padding.indexing import by_position, needs_real_contents, new_fields, reads_outside
 from graphpass.regions.padding.program import CONSTANT, GETITEM, NUMBER, AtenGraph, AtenNode, Ref, references
 from graphpass.regions.padding.sizes import Sizes, as_size, product, quotient
 from graphpass.regions.padding.table import applied, is_registered, rule_for
 from graphpass.regions.padding.values import (
     PaddedValue,
     Place,
-    Sign,
     Size,
     TensorShape,
     by_data,
@@ -176,8 +175,7 @@ class Walk:
         if node.op == CONSTANT:
             if not isinstance(result, TensorShape):
                 return None
-            sign = Sign.NONNEGATIVE if dict(node.arguments)["is_nonnegative"] else Sign.UNKNOWN
-            return replace(self._call(node.op, {}, result, node.where).fresh(), sign=sign)
+            return self._call(node.op, {}, result, node.where).fresh()
         arguments = {name: self._of(argument) for name, argument in node.arguments}
         own, bases = (result[: -len(node.bases)], node.bases) if node.bases else (result, ())
         own = () if own == (None,) else own  # auto_functionalized returns None for an op without results
@@ -227,7 +225,6 @@ class Walk:
                 value.with_findings(findings).with_real(  # guard: proof_earlier_findings
                     infinities_of(call, rule_for(node.op), value)
                 ),
-                sign=sign_of(call, value, at) if at < len(own) else Sign.UNKNOWN,
                 new_fields=new_fields(call, tensors, value),
                 by_position=self._by_position(node, call, value),
             )

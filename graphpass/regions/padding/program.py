@@ -215,9 +215,7 @@ class _Reader:
         target = node.target
         if node.op == "get_attr":
             value = operator.attrgetter(str(target))(self._module)
-            has_sign = isinstance(value, torch.Tensor) and not value.is_complex()
-            sign = ("is_nonnegative", has_sign and not symbolic.has_negative(value))
-            return AtenNode(CONSTANT, (sign,), self._shape_of(value), where)
+            return AtenNode(CONSTANT, (), self._shape_of(value), where)
         if target is operator.getitem:
             return AtenNode(GETITEM, (("of", self._plain(node.args[0])), ("at", node.args[1])), result, where)
         if target is torch.ops.aten.as_strided.default and (restrided := self._restrided(node, where)) is not None:

@@ -25,7 +25,7 @@ from graphpass.regions.names import display_name
 from graphpass.regions.padding.interpreter import Interpretation, input_values, interpret
 from graphpass.regions.padding.program import AtenGraph
 from graphpass.regions.padding.sizes import Question, Sizes, as_size
-from graphpass.regions.padding.values import PaddedValue, Sign, Size, TensorShape, is_by_contents
+from graphpass.regions.padding.values import PaddedValue, Size, TensorShape
 from graphpass.regions.split import Partition
 
 InputsOf: TypeAlias = Callable[[Sizes], Sequence["PaddedValue | Size | None"]]
@@ -36,9 +36,7 @@ ResultFactors = tuple[tuple[sympy.Expr, ...], ...]
 class PaddingProof:
     """Which sizes of a graph may be padded, and why others may not. See Note [Padding verdicts]."""
 
-    #: Key field -> verdict. All PROVED fields may be padded together; RUNTIME fields may be added if their calls are
-    #: checked.
-    verdicts: Mapping[str, Verdict]
+    verdicts: Mapping[str, Verdict]  #: key field -> verdict; all PROVED fields may be padded together
     #: For each flat output the factors of each dimension, outermost first; None if it is no tensor.
     output_factors: tuple[ResultFactors | None, ...]
     findings: tuple[PaddingFinding, ...]  #: the reasons why fields are not PROVED
@@ -132,7 +130,6 @@ def decided(fields: Mapping[sympy.Symbol, str], attempt: Attempt) -> PaddingProo
     ``attempt`` runs the pass with some of the candidates in ``fields``; it returns the run and its findings.
     """
     order = tuple(dict.fromkeys(fields.values()))
-    verdicts: dict[str, Verdict] = {}
     refused: dict[PaddingFinding, None] = {}
 
     def padded(wanted: Collection[str]) -> dict[sympy.Symbol, str]:
@@ -143,18 +140,12 @@ def decided(fields: Mapping[sympy.Symbol, str], attempt: Attempt) -> PaddingProo
     needs_real_contents = run.needs_real_contents  # also of fields that the user has padded without a proof
     if findings:
         accepted = []
-        for verdict in (Verdict.PROVED, Verdict.RUNTIME):
-            for field in (field for field in order if field not in accepted):
-                _, findings_of_attempt = attempt(padded([*accepted, field]))  # guard: proof_fields_alone
-                if {finding.verdict for finding in findings_of_attempt} <= {verdict}:
-                    accepted.append(field)
-                    verdicts[field] = verdict
-                if verdict is Verdict.RUNTIME or field in accepted:
-                    refused.update(dict.fromkeys(findings_of_attempt))
+        for field in order:
+            _, findings_of_attempt = attempt(padded([*accepted, field]))  # guard: proof_fields_alone
+            refused.update(dict.fromkeys(findings_of_attempt))
+            accepted += [] if findings_of_attempt else [field]
         run, _ = attempt(padded(accepted))
-    for field in order:
-        verdicts.setdefault(field, Verdict.PROVED if field in accepted else Verdict.UNPROVED)
-    ordered = {field: verdicts[field] for field in order}
+    verdicts = {field: Verdict.PROVED if field in accepted else Verdict.UNPROVED for field in order}
     factors = tuple(
         tuple(tuple(map(sympy.sympify, of_dim)) for of_dim in output.factors)
         if isinstance(output, PaddedValue)
@@ -162,7 +153,7 @@ def decided(fields: Mapping[sympy.Symbol, str], attempt: Attempt) -> PaddingProo
         for output in run.outputs
     )
     assumptions = tuple(sorted(run.assumptions))
-    return PaddingProof(MappingProxyType(ordered), factors, tuple(refused), assumptions, needs_real_contents)
+    return PaddingProof(MappingProxyType(verdicts), factors, tuple(refused), assumptions, needs_real_contents)
 
 
 # --- a whole partition, region by region
@@ -218,7 +209,7 @@ def mixing_of(
     # Uses of the size as a number mix no entries, but depend on the number of entries.
     counted = (finding for finding in run.with_findings(Sizes(symbols))[1] if finding.target != _RANDOM)
     # guard: manager_mixing_counts
-    findings = [*_mixed(run, independence), *(finding for finding in counted if not is_by_contents(finding))]
+    findings = [*_mixed(run, independence), *(finding for finding in counted if not finding.is_by_contents)]
     first: dict[tuple[str, str], PaddingFinding] = {}
     for finding in findings:
         first.setdefault((finding.op, finding.where), finding)
@@ -236,7 +227,7 @@ def _mixed(run: _PartitionRun, sizes: Sizes) -> list[PaddingFinding]:
             continue
         places = sizes.places(value)
         by_data = not places and not target.startswith("written")
-        findings += [f.reaching(target) for f in value.findings if not (by_data and is_by_contents(f))]
+        findings += [f.reaching(target) for f in value.findings if not (by_data and f.is_by_contents)]
         findings += [f.reaching(target) for f in value.by_position]  # guard: manager_mixing_positions
         if len(places) > 1:
             why = f"its entries stand along {[value.factors[dim][at] for dim, at in places]}"
@@ -389,7 +380,7 @@ def _opaque(region: Region, inputs: Sequence[Abstract], problem: str, sizes: Siz
 
 def _unknown(value: PaddedValue, findings: Iterable[PaddingFinding]) -> PaddedValue:
     """``value`` after a write of unknown contents: same sizes, more findings, nothing known of padding."""
-    return replace(value.with_findings(findings), padding=(), index=None, constant=None, real=None, sign=Sign.UNKNOWN)
+    return replace(value.with_findings(findings), padding=(), index=None, constant=None, real=None)
 
 
 def _shape_of(value: Any) -> TensorShape | Size | None:

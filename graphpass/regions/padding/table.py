@@ -10,7 +10,7 @@ makes           the entries come from sizes and numbers                 all dime
 mixes           entries depend on all entries along some dimensions     all other dimensions
 reduces         the same, and these dimensions are gone                 these, too, where their padding is neutral
 contracts       products are summed over a dimension of two operands    this, too, where one operand's padding is zero
-indexes         data names the entries that are read or written         those that data does not name, else RUNTIME
+indexes         data names the entries that are read or written         those that data does not name
 regroups        the factors are divided into dimensions in another way  all factors that no dimension cuts through
 cuts and joins  parts of a dimension are taken, or put together         the part that stands last
 ==============  ======================================================  ===============================================

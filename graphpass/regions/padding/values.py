@@ -14,7 +14,7 @@ import sympy
 import torch
 
 from graphpass.compat import operators
-from graphpass.ledger import PaddingFinding, Verdict
+from graphpass.ledger import PaddingFinding
 
 Size: TypeAlias = int | sympy.Expr
 """A size: an int, or a sympy expression over the symbols of the graph."""
@@ -28,10 +28,6 @@ Place: TypeAlias = tuple[int, int]
 ALL_FINITE = "padding is finite, also in intermediate results"
 VISIBLE_ENTRY = "every real row of a softmax has a visible real entry"
 LOW_SCORES = "attention scores are small beside the mask's -1e4"
-COUNT_FROM_START = (
-    "pass indices that are not negative (`i % x.shape[0]` before the call), and write `i.clamp(min=0)` at that line"
-)
-"""The remedy for an index that may be negative, and so may count from a padded end."""
 
 
 _LARGEST_SQUARED = math.sqrt(torch.finfo(torch.float32).max)
@@ -48,13 +44,6 @@ class Approximate(enum.Enum):
     BEHIND = "the index behind the last entry, where a write leaves no trace"
 
 
-class Sign(enum.Enum):
-    """What is known of the entries of a tensor in the run at the real sizes."""
-
-    UNKNOWN = "any"
-    NONNEGATIVE = "0 or more"
-
-
 @dataclass(frozen=True, slots=True)
 class Filled:
     """Contents of which some are extreme: a mask fills them, and which ones it fills is not known."""
@@ -69,11 +58,6 @@ class Filled:
 
 Pad: TypeAlias = bool | int | float | Approximate | Filled
 """What entries in padding hold, a number or a kind of numbers. NaN is NOT_FINITE. See Note [Numbers in padding]."""
-
-
-def is_by_contents(finding: PaddingFinding) -> bool:
-    """Whether only the contents of a call decide, be it by an index or by its sign."""
-    return finding.verdict is Verdict.RUNTIME or finding.remedy == COUNT_FROM_START
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +97,6 @@ class PaddedValue:
     constant: Pad | None = None  #: the value of all entries, if it is known; then also the value of all padding
     #: What real entries hold if the graph makes some of them infinite, else None; so does padding that is not listed.
     real: Pad | None = None
-    sign: Sign = Sign.UNKNOWN  #: of the real entries: the sign of an index says whether it counts from the start
     dtype: torch.dtype | None = None  #: the dtype; a rule may leave it None to use the dtype of the graph
     findings: frozenset[PaddingFinding] = frozenset()  #: the ways in which clean entries depend on padding
     #: Key fields along which padding may have values that no real entry has. See Note [Contents of padding].

@@ -21,11 +21,6 @@ def put(buffer: Tensor, *index: object, value: Tensor | float) -> Tensor:
     return buffer
 
 
-def counted(index: Tensor) -> Tensor:
-    """Like an index that counts from the end of a padded dimension, but of one without entries."""
-    return torch.where(index < 0, index + torch.zeros((), dtype=torch.int64), index)
-
-
 def put_and_summed(ones: Tensor) -> Tensor:
     """The sum of products of zeros and infinities in padding."""
     zeros = ones - 1
@@ -58,8 +53,8 @@ STATE = [
     P("features of the input written", "b+ s+", lambda x: put(x, Ellipsis, slice(0, 4), value=1.0)),
     P("input written, nothing returned of it", "b+ s-", lambda x, y: (x.sub_(y.mean(1, keepdim=True)), y * 2)[1]),
     P("cache filled with the tokens", "b+ s-", lambda x, kv: put(kv, slice(None), slice(0, x.shape[1]), value=x) * 1),
-    P("cache filled at slots", "s?", lambda u, slot, cache: cache.index_copy_(0, slot, u).sum(0) * 0 + u[0]),
-    P("cache assigned at slots", "s?", lambda u, slot, cache: (put(cache, slot, value=u), u * 2)[1]),
+    P("cache filled at slots", "s-", lambda u, slot, cache: cache.index_copy_(0, slot, u).sum(0) * 0 + u[0]),
+    P("cache assigned at slots", "s-", lambda u, slot, cache: (put(cache, slot, value=u), u * 2)[1]),
     P(
         "cache filled at fixed places",
         "b+",
@@ -73,17 +68,17 @@ STATE = [
     ),
     P(
         "tokens counted",
-        "b? s?",
+        "b- s-",
         lambda ids, count: (count.index_add_(0, ids.flatten(), torch.ones_like(ids).flatten()), ids)[1] * 2,
     ),
     P(
         "tokens counted by scatter",
-        "s?",
+        "s-",
         lambda pos, count: (count.scatter_add_(0, pos, torch.ones_like(pos)), pos)[1] * 2,
     ),
     P(
         "tokens counted, added at slots",
-        "s?",
+        "s-",
         lambda pos, count: (count.index_put_((pos,), torch.ones_like(pos), accumulate=True), pos)[1] * 2,
     ),
     P("histogram of experts", "b- s-", lambda x, w, buf: (x, buf.add_((x @ w).softmax(-1).sum((0, 1))))[0] * 2),
@@ -100,36 +95,34 @@ STATE = [
 ]
 
 INDEX = [
-    P("tokens at data", "b+ s?", lambda x, at: x.gather(1, at[:, None, None].expand(-1, 1, 8))),
-    P("a token of each row", "b+ s?", lambda x, at: x[torch.arange(x.shape[0]), at.abs()]),
+    P("tokens at data", "b+ s~", lambda x, at: x.gather(1, at[:, None, None].expand(-1, 1, 8))),
+    P("a token of each row", "b+ s~", lambda x, at: x[torch.arange(x.shape[0]), at]),
     P("a token of each row, from the end", "b+ s-", lambda x, at: x[torch.arange(x.shape[0]), -1 - at]),
-    P("a token of each row, from elsewhere", "b+ s-", lambda x, at: x[torch.arange(x.shape[0]), counted(-1 - at)]),
     P("infinities that are put in a matrix", "b+ s-", put_and_summed),
-    P("a token of each row, of unknown sign", "b+ s~", lambda x, at: x[torch.arange(x.shape[0]), at]),
-    P("last token by length", "b+ s?", lambda x, lens: x[torch.arange(x.shape[0]), (lens - 1).clamp(min=0)]),
-    P("a token of each row, rows shifted", "b- s?", lambda x, at: x[torch.arange(x.shape[0]).flip(0), at % 2]),
-    P("rows named by data", "b? s+", lambda x, row: x[row & 1, torch.arange(x.shape[1])]),
-    P("rows at fixed places", "b? s+", lambda x, fixed: x[fixed.clamp_min(0)]),
-    P("tokens at fixed places", "b+ s?", lambda x, fixed: x.index_select(1, fixed)),
+    P("last token by length", "b+ s~", lambda x, lens: x[torch.arange(x.shape[0]), (lens - 1).clamp(min=0)]),
+    P("a token of each row, rows shifted", "b- s~", lambda x, at: x[torch.arange(x.shape[0]).flip(0), at % 2]),
+    P("rows named by data", "b~ s+", lambda x, row: x[row & 1, torch.arange(x.shape[1])]),
+    P("rows at fixed places", "b~ s+", lambda x, fixed: x[fixed.clamp_min(0)]),
+    P("tokens at fixed places", "b+ s~", lambda x, fixed: x.index_select(1, fixed)),
     P("tokens at negative places", "b+ s-", lambda x: x[:, torch.tensor([0, -1])]),
-    P("tokens at places of a list", "b+ s?", lambda x: x[:, [0, 1]]),
-    P("tokens of the flattened batch", "b? s-", lambda x, row: x.flatten(0, 1)[row.abs() + 6]),
-    P("tokens of the flattened batch, taken", "b? s-", lambda ids, row: ids.take(row.abs() + 6)),
-    P("tokens put into the flattened batch", "b? s-", lambda x, row: put(x.flatten(0, 1), row.abs() + 6, value=0.0)),
+    P("tokens at places of a list", "b+ s~", lambda x: x[:, [0, 1]]),
+    P("tokens of the flattened batch", "b~ s-", lambda x, row: x.flatten(0, 1)[row.abs() + 6]),
+    P("tokens of the flattened batch, taken", "b~ s-", lambda ids, row: ids.take(row.abs() + 6)),
+    P("tokens put into the flattened batch", "b~ s-", lambda x, row: put(x.flatten(0, 1), row.abs() + 6, value=0.0)),
     P("identity index", "b+ s+", lambda x: x[torch.arange(x.shape[0])]),
     P("identity index of both", "b+ s+", lambda x: x[torch.arange(x.shape[0])[:, None], torch.arange(x.shape[1])]),
     P("diagonal by index", "s+", lambda u: (u @ u.T)[torch.arange(u.shape[0]), torch.arange(u.shape[0])]),
-    P("positions look up a padded table", "b+ s?", lambda ids, u: u[ids % 2]),
+    P("positions look up a padded table", "b+ s~", lambda ids, u: u[ids % 2]),
     P("embedding by positions", "b+ s~", lambda x, cache: x + F.embedding(torch.arange(x.shape[1]), cache)),
     P("embedding of given positions", "b+ s+", lambda x, pos, cache: x + cache[pos]),
-    P("padded table", "b+ s?", lambda ids, u: F.embedding(ids % 2, u)),
+    P("padded table", "b+ s~", lambda ids, u: F.embedding(ids % 2, u)),
     P("bool mask as index", "b~ s~", lambda x, m: x[m]),
     P("bool mask as index, unknown padding", "b~ s-", lambda x, free: x[free]),
     P("assigned where masked", "b+ s+", lambda x, m: put(x.clone(), ~m, value=0.0)),
     P("assigned where data says", "b+ s+", lambda x: put(x.clone(), x > 0, value=0.0)),
     P(
         "tokens moved to data",
-        "b+ s?",
+        "b+ s~",
         lambda x, at: torch.zeros_like(x).scatter(1, at[:, None, None].expand(-1, 1, 8), x[:, :1]),
     ),
     P("sorted by length and back", "b-", lambda v, lens: v[lens.argsort()]),

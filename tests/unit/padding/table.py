@@ -13,7 +13,6 @@ _VERDICTS = {
     "-": Verdict.UNPROVED,
     "~": Verdict.UNPROVED,
     "!": Verdict.UNPROVED,
-    "?": Verdict.RUNTIME,
 }
 
 
@@ -32,7 +31,7 @@ class Program:
 def program(name: str, verdicts: str, function: Callable[..., Any], scales: tuple[float, ...] = (1.0, 1e4)) -> Program:
     """Verdicts are words such as ``b+``.
 
-    + proved, - unproved and seen to differ, ~ unproved by caution, ! unproved and up to the CPU's kernel, ? run time.
+    + proved, - unproved and seen to differ, ~ unproved by caution, ! unproved and up to the CPU's kernel.
     """
     words = verdicts.split()
     cautious, by_kernel = (frozenset(word[0] for word in words if word[1] == mark) for mark in "~!")

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphpass.regions.padding import PaddedValue, PaddingFinding, Verdict
+from graphpass.regions.padding import PaddedValue, PaddingFinding
 from graphpass.regions.padding.sizes import Question, Regrouping, Sizes, product, quotient
 from graphpass.regions.padding.values import (
     Approximate,
@@ -282,5 +282,5 @@ def test_a_finding_names_operator_and_line() -> None:
         "row i of output 0 depends on padding of 'ids' through aten.mean.dim (mean over the padded dimension 1)"
         " at model.py:123: `x.mean(1)`"
     )
-    soft = PaddingFinding("by data", field="ids", op="aten.index", verdict=Verdict.RUNTIME, target="random numbers")
+    soft = PaddingFinding("by data", field="ids", op="aten.index", is_by_contents=True, target="random numbers")
     assert str(soft) == "random numbers may depend on padding of 'ids' through aten.index (by data)"
