@@ -49,14 +49,13 @@ def test_replays_over_32_keys_are_right_and_leave_memory_flat(device_type: str, 
         for number in range(num_replays):
             if number == num_replays // 10:
                 kept.check_due(num_replays)
-                del found, real  # their size is that of the last call
                 before, pool_before = memory_bytes(device), runtime.pool_bytes()
             found, real = replay(engine, chosen, buffer)
             if number % 100 == 0:
                 kept.keep(number + LONGEST_KEPT, found, engine.expected(0, real, 0))
+            del found, real  # their size is that of this call
             kept.check_due(number)
         kept.check_due(num_replays + LONGEST_KEPT)
-        del found, real
         assert memory_bytes(device) == before, "memory changes with the number of replays"
         assert runtime.pool_bytes() == pool_before
         assert kept.num_checked == num_replays // 100
