@@ -75,7 +75,8 @@ def rolled(operands: Operands, read: frozenset[int]) -> Ref | None:
 
 def _along_dims(operands: Operands, dims: Sequence[int], place: Callable[[int, Any], Any]) -> Ref | None:
     """The operand with entries at other places along some dimensions, each as long as before."""
-    making, value, ref = operands.making, operands.call.tensor("self"), operands.argument("self")
+    making, value = operands.making, operands.call.tensor("self", "a")
+    ref = operands.argument("self" if "self" in operands.call.arguments else "a")
     for at, dim in enumerate(operands.call.dim(dim, value.rank) for dim in dims):
         size = product(value.factors[dim])
         ref = making.picked(ref, dim, [place(at, size)], [size])

@@ -268,7 +268,7 @@ _REWRITES: Mapping[str, Rewrite] = {
     **dict.fromkeys(words("slice_scatter select_scatter"), moving.replaced_part),
     "select": moving.selected,
     "slice": moving.sliced,
-    "flip": moving.flipped,
+    **dict.fromkeys(words("flip rev"), moving.flipped),
     "roll": moving.rolled,
     "cat": moving.joined,
     **dict.fromkeys(words("arange iota"), moving.counted),

@@ -110,6 +110,7 @@ MOVED: dict[str, list[Case]] = {
         Case("sum from the end", lambda x: x.flip(1).cumsum(1).flip(1), proved=("b",)),
         Case("mask up to the last", lambda g: visible_from_end(g > 0), proved=("b",)),
     ],
+    "rev": [Case("rev", lambda x: torch.ops.prims.rev(x, [1]), proved=("b",))],
     "sort": [
         Case("sort", lambda x: x.sort(1), proved=("b",)),
         Case("sort of special numbers", lambda x: x.sort(1)[0], proved=("b",), contents={"x": special}),
