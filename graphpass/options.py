@@ -17,7 +17,7 @@ from graphpass.compile import COMPILERS
 from graphpass.errors import CaptureError, OptionError, is_integer, is_seconds, one_of
 from graphpass.keys import CUDAGraphMode
 from graphpass.ledger import UNCOMPILED, Reason
-from graphpass.paddedinputs import PadRule, checked_rule
+from graphpass.paddedcalls import PadRule, checked_rule
 from graphpass.saved.files import SavedFiles
 
 _NO_GRAPH = Reason(

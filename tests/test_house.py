@@ -70,7 +70,7 @@ QUESTIONS = {
     "Where does the reason come from that a region runs eagerly?": "graphpass/regions/eagerrules.py",
     "Where are the options of torch.compile(..., options=...) validated?": "graphpass/options.py",
     "Where does the engine choose the key of a batch?": "graphpass/dispatch/dispatcher.py",
-    "Where is the padding of an input filled?": "graphpass/paddedinputs.py",
+    "Where is the padding of an input filled?": "graphpass/paddedcalls.py",
     "What notices that a weight was replaced after the capture?": "graphpass/ladder/modelstate.py",
     "Where would you add a padding rule for an aten operator?": "graphpass/regions/padding/table.py",
     "Where does a request of a decoder get its pages?": "graphpass/text/paged/kvcache.py",

@@ -45,8 +45,8 @@ from graphpass.errors import CaptureError, MismatchError, StaticInputError
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.ledger import CountedReason, Reason, named_sizes
 from graphpass.options import Settings
+from graphpass.paddedcalls import run
 from graphpass.saved.files import UsedKeys
-from graphpass.servedsize import run
 
 
 class AutoDispatcher:
@@ -186,7 +186,7 @@ class AutoDispatcher:
         is_due, has_own = size.replays >= size.asks_at, size.own_bytes is not None
         if self._calls.exact is None or not (is_due or has_own):
             return call
-        if not has_own and self._num_graphs(call.key.descriptor) != 1:  # guard: exact_for_one_instance
+        if not has_own and call.key.num_graphs != 1:  # guard: exact_for_one_instance
             size.asks_at = 2 * size.replays
             return call
         serve = self._calls.exact.serve(size)
@@ -237,8 +237,7 @@ class AutoDispatcher:
         if scope is not None:  # explicit capture: errors go to the caller who opened the scope
             is_new = not call.key.is_captured
             outputs = self._run(call, args, may_capture=True)
-            if is_new:
-                self._rules.keys.captured(call.key, self._num_graphs(call.key.descriptor))
+            self._rules.keys.captured(call.key, self._num_graphs(call.key.descriptor))
         else:
             with self._permission(call.key):
                 is_new = not call.key.is_captured  # guard: capture_timed_once

@@ -150,7 +150,9 @@ class GraphedCallable:
             )
         assert context.batch_descriptor is not None, "PIECEWISE and FULL come with a descriptor"
         self._sizes.check(context.batch_descriptor, args)
-        outputs, plan = self._graphs.whole(context, args, scope) if full else self._graphs.piecewise(context, args)
+        if full and scope is None:
+            return self._record_call(None, context, args, self._graphs.full.call_flat(context, args))
+        outputs, plan = self._graphs.whole(context, args) if full else self._graphs.piecewise(context, args)
         return self._record_call(scope, context, args, outputs, plan)
 
     def _compile_waiting(self, context: ForwardContext | None) -> None:

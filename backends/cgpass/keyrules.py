@@ -17,7 +17,7 @@ from graphpass.errors import CaptureError
 from graphpass.keys import CUDAGraphMode
 from graphpass.ledger import Reason, Verdict
 from graphpass.options import Settings
-from graphpass.paddedinputs import PadRule
+from graphpass.paddedcalls import PadRule
 from graphpass.regions.padding import (
     DECLARE_MASK,
     PaddingProof,

@@ -13,7 +13,7 @@ from cgpass.sizes import Expression, InputLayout, Sizes, simplifier, symbols_in,
 from graphpass.capture.outputs import clone_pool_tensors, view_of
 from graphpass.capture.staging import WIDEST_ELEMENT_BYTES, extent, same_view
 from graphpass.compat import memory, nnmodules, symbolic
-from graphpass.paddedinputs import dense_strides, prefix
+from graphpass.paddedcalls import dense_strides, prefix
 from graphpass.regions.execute import storages_of, value_of
 from graphpass.regions.split import Partition
 

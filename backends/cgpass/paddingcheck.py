@@ -24,7 +24,7 @@ from cgpass.servedcalls import ServedCall
 from graphpass.capture.compare import has_fractions, in_double, largest_difference
 from graphpass.capture.settings import restoring
 from graphpass.errors import GraphpassError
-from graphpass.paddedinputs import PaddedInput
+from graphpass.paddedcalls import PaddedInput
 
 _LARGE: Mapping[torch.dtype, float] = MappingProxyType({torch.float16: 1e2, torch.bfloat16: 1e2})
 _LARGE_OTHERWISE = 1e4

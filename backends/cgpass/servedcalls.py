@@ -29,8 +29,7 @@ from graphpass.dispatch.owngraphs import RecurringSize
 from graphpass.dispatch.recurring import RecurringKey
 from graphpass.ledger import Row
 from graphpass.options import Settings
-from graphpass.paddedinputs import PaddedArguments, PaddedInput, PaddedMemory
-from graphpass.servedsize import ServedSize
+from graphpass.paddedcalls import PaddedArguments, PaddedInput, PaddedMemory, ServedSize
 
 _MAX_REMEMBERED, _MAX_KNOWN = 4096, 64
 _NO_INPUTS = PaddedArguments()

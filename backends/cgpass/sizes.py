@@ -24,7 +24,7 @@ from graphpass.errors import DispatchError, ShapeError
 from graphpass.keys import BatchDescriptor
 from graphpass.ledger import Reason
 from graphpass.options import Settings
-from graphpass.paddedinputs import dense_strides
+from graphpass.paddedcalls import dense_strides
 from graphpass.regions.split import Partition
 from graphpass.regions.symbols import GraphInput, GuardedSymbols, key_symbols
 

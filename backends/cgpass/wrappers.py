@@ -12,7 +12,7 @@ from cgpass.plans import ReplayPlans, wrapped_regions
 from graphpass.capture.outputs import clone_pool_tensors, own_objects
 from graphpass.capture.replay import GraphEntry, ReplayPlan
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.capture.scope import CapturePolicy, CaptureScope
+from graphpass.capture.scope import CapturePolicy
 from graphpass.capture.wrapper import CUDAGraphWrapper
 from graphpass.compat import trees
 from graphpass.compile import CompiledRegion
@@ -102,12 +102,8 @@ class CallableGraphs:
         with entered(context):
             return self.piecewise(context, tuple(args), clone=clone, plan=plan)[0]
 
-    def whole(
-        self, context: ForwardContext, args: tuple[Any, ...], scope: CaptureScope | None
-    ) -> tuple[Any, ReplayPlan | None]:
-        """Capture or replay the FULL graph; returns the outputs and, inside a capture scope, its plan."""
-        if scope is None:
-            return self.full.call_flat(context, args), None
+    def whole(self, context: ForwardContext, args: tuple[Any, ...]) -> tuple[Any, ReplayPlan]:
+        """Capture or replay the FULL graph; returns the outputs and its plan."""
         lease = self._runtime.lease
         # Under one lease: after its release, another thread's forward changes `forward_entries`.
         lease.acquire(context, args, self._name)

@@ -129,7 +129,7 @@ class PoolLease:
         self._forward: object = None  # identity of the forward that began last: the weak reference to its context
         self._written: list[torch.Tensor] = []
         self._written_by: object = None
-        self._views = HandedViews()
+        self._views: HandedViews | None = None  # with ``compare``
         self._is_given = device is not None
         self._device = None if device is None else self._make_device(device)
 
@@ -225,7 +225,7 @@ class PoolLease:
         if self._forward is not self._written_by:
             self.make_stale(self._written)  # guard: stale_outputs
             self._written.clear()
-            for name in self._views.next_forward():
+            for name in () if self._views is None else self._views.next_forward():
                 # guard: held_views_named
                 self._ledger.note(_STALE_VIEW, at=name, level=logging.WARNING, is_problem=True)
             self._written_by = self._forward
@@ -242,6 +242,8 @@ class PoolLease:
 
     def tracking_views(self, outputs: Sequence[Any], pool_storages: Collection[int], who: str) -> list[Any]:
         """``outputs`` as views over new storages; a note names each view still alive too late. For ``compare``."""
+        if self._views is None:
+            self._views = HandedViews()
         return self._views.hand_out(outputs, pool_storages, who)
 
     def without_stale(self, leaves: Sequence[Any], positions: Sequence[int] | None = None) -> list[Any]:

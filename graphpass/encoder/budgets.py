@@ -47,7 +47,7 @@ from graphpass.ladder.estimate import (
 from graphpass.ladder.modelstate import ModelState
 from graphpass.ladder.traffic import CapturedGraph
 from graphpass.ledger import Reason, why_failed
-from graphpass.paddedinputs import PaddedMemory, fill_padding
+from graphpass.paddedcalls import PaddedMemory, fill_padding
 from graphpass.progress import capture_progress
 
 _log = logging.getLogger("graphpass")

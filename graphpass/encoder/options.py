@@ -17,7 +17,7 @@ from graphpass.compile import COMPILERS
 from graphpass.encoder.costs import PackingCosts
 from graphpass.encoder.protocol import EncoderCudaGraphConfig, EncoderGraphKey
 from graphpass.errors import EncoderConfigError, is_integer, is_seconds
-from graphpass.paddedinputs import is_rule
+from graphpass.paddedcalls import is_rule
 
 _BITS_OF_ROUND_BUDGETS = 5
 _USUAL_ITEMS = 32

@@ -16,7 +16,7 @@ import torch
 
 from graphpass.errors import EncoderConfigError
 from graphpass.keys import BatchDescriptor
-from graphpass.paddedinputs import PadRule
+from graphpass.paddedcalls import PadRule
 from graphpass.report import KernelUse
 
 EncoderItems: TypeAlias = Mapping[str, Any]
@@ -26,7 +26,7 @@ EncoderOutput: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 """The output of an encoder: one tensor [tokens, width], or several (deepstack levels)."""
 
 PaddingRule: TypeAlias = PadRule | None
-"""How padding rows of a buffer are filled, see :data:`graphpass.paddedinputs.PadRule`; None leaves them unchanged."""
+"""How padding rows of a buffer are filled, see :data:`graphpass.paddedcalls.PadRule`; None leaves them unchanged."""
 
 Axes: TypeAlias = tuple[tuple[str, Hashable], ...]
 """(name, value) of each axis of a key or an item, in the order of the configuration."""

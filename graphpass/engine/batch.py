@@ -11,7 +11,7 @@ import torch
 
 from graphpass.errors import OptionError, is_integer
 from graphpass.keys import AttentionSupport, BatchDescriptor
-from graphpass.paddedinputs import PadRule, checked_rule
+from graphpass.paddedcalls import PadRule, checked_rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class InputSpec:
     #: the dimension that has one entry per request; None for an input without one. A key without a request count uses
     #: the whole dimension.
     request_dim: int | None = None
-    padding: PadRule = 0  #: the values of padded entries, see :data:`graphpass.paddedinputs.PadRule`
+    padding: PadRule = 0  #: the values of padded entries, see :data:`graphpass.paddedcalls.PadRule`
 
     def __post_init__(self) -> None:
         rule = checked_rule(self.name, self.padding)

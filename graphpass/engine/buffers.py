@@ -18,7 +18,7 @@ from graphpass.capture.staging import GroupedCopies, storage_id
 from graphpass.compat import dynamo, memory
 from graphpass.engine.batch import InputSpec
 from graphpass.errors import OptionError, ShapeError
-from graphpass.paddedinputs import PaddedMemory, check_fits, fill_padding
+from graphpass.paddedcalls import PaddedMemory, check_fits, fill_padding
 
 Sizes = Mapping[str, int]
 

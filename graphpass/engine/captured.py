@@ -30,9 +30,9 @@ from graphpass.ladder.estimate import DeviceMemory, Key, KeyPool, MemoryEstimate
 from graphpass.ladder.modelstate import ModelState
 from graphpass.ladder.traffic import CapturedGraph, timed_s
 from graphpass.ledger import Row, why_failed
+from graphpass.paddedcalls import ServedSize
 from graphpass.progress import capture_progress
 from graphpass.ranks.conversation import AgreedSteps
-from graphpass.servedsize import ServedSize
 
 _TIMED_STEPS = 10
 _MOST_STEPS = 512

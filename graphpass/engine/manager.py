@@ -33,11 +33,11 @@ from graphpass.ladder.estimate import Key, MemoryEstimate
 from graphpass.ladder.modelstate import modules_of
 from graphpass.ladder.traffic import Traffic
 from graphpass.ledger import Ledger, Row
+from graphpass.paddedcalls import run
 from graphpass.ranks.conversation import IDLE_TOKENS, AgreedSteps
 from graphpass.ranks.decision import AgreedStep
 from graphpass.ranks.group import DataParallelAgreement
 from graphpass.report import Report
-from graphpass.servedsize import run
 
 _AS_IT_IS = contextlib.nullcontext()
 _OWN_OPTIONS = ("mode", "capture_sizes", "dynamic_dims", "outputs", "runtime", "lazy_capture")

@@ -50,7 +50,7 @@ from graphpass.ladder.modelstate import (
 )
 from graphpass.ledger import Reason
 from graphpass.options import Fallbacks, Settings
-from graphpass.paddedinputs import versions_of, written_since
+from graphpass.paddedcalls import versions_of, written_since
 from graphpass.saved.calls import SavedCalls
 from graphpass.saved.files import UsedKeys
 

@@ -13,7 +13,7 @@ import torch
 from graphpass.dispatch.grid import round_up
 from graphpass.errors import ShapeError, positive
 from graphpass.keys import AttentionSupport, BatchDescriptor
-from graphpass.paddedinputs import PaddedMemory
+from graphpass.paddedcalls import PaddedMemory
 from graphpass.report import KernelUse
 from graphpass.text.paged.huggingface import served_layers
 from graphpass.text.paged.kernels import (

@@ -14,7 +14,7 @@ from cgpass.callable import GraphedCallable
 from cgpass.paddingcheck import PaddedCall
 from graphpass.capture.replay import EntryTable
 from graphpass.compat import memory
-from graphpass.paddedinputs import PaddedArguments, PaddedInput, dense_strides
+from graphpass.paddedcalls import PaddedArguments, PaddedInput, dense_strides
 from tests.unit.cgpass.attended import Make
 from tests.unit.compiled import Compiled, agrees
 from tests.unit.models import module
