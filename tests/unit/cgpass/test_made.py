@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import graphpass as gp
-from cgpass import appended
+from cgpass import appended, paddingcheck
 from graphpass.regions.padding import lowering
 from tests.threads import in_threads
 from tests.unit.cgpass.attended import Make
@@ -412,6 +412,14 @@ def test_the_check_finds_an_insertion_that_hides_real_entries(compiled: Make, mo
     fast.serve(of_calls(SIZES), passes=2)
     assert any("differ from a run without padding" in problem.what for problem in fast.problems)
     assert not fast.is_padded
+
+
+def test_replays_that_differ_may_differ_as_much_from_a_run_without_padding() -> None:
+    """As the atomic additions of a scatter on a GPU do: in bfloat16 more than the allowance for rounding."""
+    replayed, unpadded = {"output 0": torch.tensor([1.0, 2.0])}, {"output 0": torch.tensor([1.0, 2.01])}
+    assert paddingcheck._fault_of_sizes(replayed, unpadded, {"output 0": 0.0}) is not None
+    assert paddingcheck._fault_of_sizes(replayed, unpadded, {"output 0": 0.001}) is not None
+    assert paddingcheck._fault_of_sizes(replayed, unpadded, {"output 0": 0.004}) is None
 
 
 def test_the_check_finds_an_insertion_that_leaves_padding(compiled: Make, monkeypatch: pytest.MonkeyPatch) -> None:
