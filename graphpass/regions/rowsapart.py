@@ -30,7 +30,8 @@ def rows_apart(function: Callable[..., Any], dims: Sequence[int] = (0,)) -> Call
     Arguments and results without padding (weights) may have any dimensions. There are no gradients.
 
     Args:
-        function: takes tensors and numbers, weights included, and returns tensors without writing to an argument.
+        function: takes tensors and numbers, weights included, and returns tensors without writing to an argument. It
+            calls no operator of torch that takes a function, such as ``scan``.
             Parameters and results without annotations are tensors. An overload (``torch.ops.mylib.scan.default``) stays
             what it is; through any other function, fake tensors must pass.
         dims: non-negative dimensions, the same ones of each padded argument and result.

@@ -149,6 +149,23 @@ def _shown(call: OpCall) -> PaddedValue | None:
     return PaddedValue(factors, dtype=torch.bool).with_pads(pads)
 
 
+def flex_attention(call: OpCall) -> Returned:
+    """``higher_order.flex_attention``: batches are apart, unless its functions read what differs between them."""
+    call.no_padded_numbers()  # guard: proof_flex_attention_numbers
+    others = dict(call.arguments)
+    attended = [others.pop(str(position)) for position in range(3)]
+    for tensor in tensors_of(others.values()):
+        call.unpadded(tensor, range(tensor.rank), "has a function or block mask that reads")
+    batch = call.tensor("0").factors[0]
+    for tensor in attended:
+        call.unpadded(tensor, range(1, tensor.rank), "attends over")  # guard: proof_flex_attention
+        if call.places(tensor, [0]):
+            batch = call.unify(batch, tensor.factors[0])
+    if call.sizes.any_padded(batch) and call.argument("reads_batch"):  # guard: proof_flex_attention_batch
+        raise call.refuse("has a function that reads the number of the batch", batch[-1])
+    return call.each(lambda shape: PaddedValue((batch, *call.fresh(shape).factors[1:]), dtype=shape.dtype))
+
+
 # --- infinities: entries of a result that a mask, or an operator, makes infinite
 
 _ALSO_MOVES = words(

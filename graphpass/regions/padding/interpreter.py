@@ -45,6 +45,13 @@ _WITHOUT_EFFECT = frozenset(
 )
 
 
+def _remedy_for(op: str) -> str:
+    """What a user can do about an operator without a rule; empty where nothing pads it."""
+    if op.startswith("higher_order::"):  # guard: remedy_for_higher_order_operators
+        return ""
+    return ROWS_APART if operators.is_of_torch(op) else REGISTER_RULE
+
+
 def _to_correct(call: OpCall) -> str:
     """The remedy for a rule that does not fit: only its author can correct it."""
     return "correct the padding rule of the operator" if is_registered(call.op.replace(".", "::", 1)) else ""
@@ -259,9 +266,8 @@ class Walk:
         if not touched and (rule is None or (tensors and all(value.constant is None for value in tensors))):
             return self._fresh(call, wanted)
         if rule is None:
-            remedy = ROWS_APART if operators.is_of_torch(node.op) else REGISTER_RULE
             # guard: proof_operators_without_a_rule
-            return self._fresh(call, wanted, PaddingReason("it has no padding rule", remedy=remedy))
+            return self._fresh(call, wanted, PaddingReason("it has no padding rule", remedy=_remedy_for(node.op)))
         try:
             returned = applied(rule, call)
         except Unknown as unknown:

@@ -307,7 +307,18 @@ class _Reader:
             functional = self._functionalized(inner, node, result, where)
             if functional is not None:
                 return functional
-        return AtenNode(f"higher_order::{name}", self._positional(node), result, where)
+        arguments = self._positional(node)
+        if name == "flex_attention":
+            mask: Any = node.args[4]
+            reads_batch = self._reads_batch(node.args[3], 1) or self._reads_batch(mask[-1], 0)
+            arguments = (*arguments, ("reads_batch", reads_batch))
+        return AtenNode(f"higher_order::{name}", arguments, result, where)
+
+    def _reads_batch(self, function: Any, position: int) -> bool:
+        """Whether a function of ``flex_attention`` reads the number of the batch, which it gets at ``position``."""
+        inner = operator.attrgetter(str(function.target))(self._module)
+        batch = [node for node in inner.graph.nodes if node.op == "placeholder"][position]
+        return any(user.target not in ("new_ones", torch.ops.aten.new_ones.default) for user in batch.users)
 
     def _functionalized(self, op: operators.OpOverload, node: fx.Node, result: Any, where: str) -> AtenNode | None:
         """The custom op inside ``auto_functionalized``; None if it writes to a view instead of a whole tensor."""

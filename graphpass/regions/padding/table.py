@@ -124,6 +124,7 @@ _MIXES: list[tuple[PaddingRule, str]] = [
         " _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention"
         " _scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable",
     ),
+    (attending.flex_attention, "higher_order::flex_attention"),
     (attending.self_attention, "_transformer_encoder_layer_fwd"),
     (attending.multi_head_attention, "_native_multi_head_attention"),
 ]

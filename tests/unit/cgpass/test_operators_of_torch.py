@@ -17,6 +17,7 @@ from torch._dynamo import config as dynamo_config
 from torch._functorch import config as aot_config
 from torch._higher_order_ops.invoke_subgraph import mark_compile_region
 from torch._higher_order_ops.scan import scan
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from graphpass.compat import operators
 from graphpass.errors import OptionError
@@ -25,6 +26,7 @@ from tests.unit.cgpass.attended import Make
 from tests.unit.models import module
 
 TABLE = torch.randn(50, 6)
+flex = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 
 def in_memory_order(x: torch.Tensor) -> torch.Tensor:
@@ -118,6 +120,82 @@ def test_what_cannot_be_registered_is_of_torch() -> None:
         with pytest.raises(OptionError, match="no operator is named"):
             register_padding_rule(name, lambda call: call.fresh())
     assert not operators.is_of_torch("mylib::attention")
+
+
+ATTENDING: dict[str, Callable[..., torch.Tensor]] = {
+    "all": lambda q, k, v: flex_attention(q * 2, k, v).relu(),
+    "causal": lambda q, k, v: flex_attention(q * 2, k, v, score_mod=causal).relu(),
+    "in blocks": lambda q, k, v: flex_attention(q * 2, k, v, block_mask=BLOCKS).relu(),
+    "with a bias": lambda q, k, v: flex_attention(
+        q * 2, k, v, score_mod=lambda score, batch, head, i, j: score + BIAS[head, i]
+    ).relu(),
+}
+BIAS, OF_BATCHES = torch.randn(2, 16), torch.randn(9)
+BLOCKS = create_block_mask(lambda batch, head, i, j: i >= j, None, None, 16, 16, device="cpu")
+
+
+def causal(score: Any, batch: Any, head: Any, i: Any, j: Any) -> torch.Tensor:
+    return torch.where(i >= j, score, -float("inf"))
+
+
+def batches(n: int, length: int = 16) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(n, 2, length, 16) for _ in range(3))
+
+
+@flex
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", ATTENDING)
+def test_batches_of_flex_attention_are_padded_where_it_runs_eagerly(compiled: Make, name: str, compiler: str) -> None:
+    calls = [batches(n) for n in (5, 6, 7, 5, 8)]
+    fast = compiled(ATTENDING[name], dynamic=True, compiler=compiler)
+    fast.serve(calls)
+    problem = fast.problem("cannot be captured")
+    assert "list it in splitting_ops" in problem.remedy
+    (op,) = re.findall(r"at op \S+ = (\S+) at", problem.what)
+    fast = compiled(ATTENDING[name], dynamic=True, compiler=compiler, splitting_ops=[op])
+    assert fast.serve(calls, passes=2) == 5
+    assert fast.is_padded
+    assert fast.problems == ()
+
+
+EXACT: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
+    "number of batches": (
+        lambda q, k, v: flex_attention(q * 2, k, v, score_mod=lambda score, b, h, i, j: score * q.shape[0]),
+        "is a number in it",
+    ),
+    "a table of batches": (
+        lambda q, k, v: flex_attention(q * 2, k, v, score_mod=lambda score, b, h, i, j: score + OF_BATCHES[b]),
+        "reads the number of the batch",
+    ),
+    "lengths": (lambda q, k, v: flex_attention(*(x.transpose(0, 2) for x in (q * 2, k, v))), "attends over"),
+}
+
+
+@flex
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", EXACT)
+def test_flex_attention_whose_batches_are_not_apart_is_exact(compiled: Make, name: str, compiler: str) -> None:
+    model, says = EXACT[name]
+    fast = compiled(model, dynamic=True, compiler=compiler, splitting_ops=["flex_attention"])
+    fast.serve([batches(n) for n in (5, 6, 7, 5, 8)], passes=2)
+    assert says in fast.problem("q[0] is not padded").what
+    assert not fast.is_padded
+
+
+def running_sums(x: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    return scan(lambda carry, row: (carry + row, carry * row), start, x)[1] * 2
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_the_remedy_for_a_size_inside_a_scan_is_followed(compiled: Make, compiler: str) -> None:
+    fast = compiled(running_sums, dynamic=True, compiler=compiler)
+    fast.serve([(torch.randn(4, n, 6), torch.randn(n, 6)) for n in range(2, 9)])
+    problem = fast.problem("start[0] is not padded")
+    assert "higher_order.scan" in problem.what
+    assert "rows_apart" not in problem.remedy
+    assert "keep the sizes few" in problem.remedy
+    fast = compiled(running_sums, dynamic=True, compiler=compiler)
+    assert fast.serve([(torch.randn(4, n, 6), torch.randn(n, 6)) for n in (5, 7, 5, 7)], passes=2) == 4
 
 
 def running_products(x: torch.Tensor) -> torch.Tensor:
