@@ -151,7 +151,6 @@ def _shown(call: OpCall) -> PaddedValue | None:
 
 def flex_attention(call: OpCall) -> Returned:
     """``higher_order.flex_attention``: batches are apart, unless its functions read what differs between them."""
-    call.no_padded_numbers()  # guard: proof_flex_attention_numbers
     others = dict(call.arguments)
     attended = [others.pop(str(position)) for position in range(3)]
     for tensor in tensors_of(others.values()):
