@@ -11,11 +11,22 @@ from graphpass.compat import gaveup
 from graphpass.compat.gaveup import UNKNOWN, GivenUp, Place
 from graphpass.ledger import Reason
 
-SEE_WHAT_DIFFERS = (
+_SEE_WHAT_DIFFERS = (
     "see what differs (TORCH_LOGS=recompiles): name a dimension that varies in dynamic_dims, and keep a Python number "
     "that changes in a buffer, or pass it as a tensor"
 )
 _REWRITE = "rewrite what it names so that torch.compile traces it; torch.compile(model, fullgraph=True) raises there"
+
+
+def against_recompiling() -> str:
+    """What a user can do about recompiles of the function that is being compiled."""
+    line = gaveup.fixed_at()
+    if line:  # guard: remedy_where_a_size_is_fixed
+        return (
+            "leave the operation that makes a constant of what differs out of the compiled model "
+            f"(torch.compiler.disable): {line}"
+        )
+    return _SEE_WHAT_DIFFERS
 
 
 class BeforeCall(NamedTuple):
@@ -37,6 +48,7 @@ class GivenUpFunctions:
         self.entered: Counter[str] = Counter()  #: {callable: how often it was called}
         self._compiled: dict[int, tuple[Place, int]] = {}  # frame -> function, µs of its first compilation
         self._callables: dict[Place, set[str]] = {}
+        self._against: dict[Place, str] = {}  # what to do about its recompiles
         self._known: set[Place] = set()
         self._found: dict[Place, Reason] = {}
 
@@ -48,6 +60,7 @@ class GivenUpFunctions:
         if self._compiled.get(frame, (None,))[0] != place:  # ids begin anew after torch.compiler.reset()
             self._compiled[frame] = place, gaveup.now_us()
         self._callables.setdefault(place, set()).add(name)
+        self._against[place] = against_recompiling()
         self._known |= gaveup.running()
 
     def serves(self, code: types.CodeType | None) -> list[Reason]:
@@ -97,13 +110,14 @@ class GivenUpFunctions:
                 place = one.place
             is_mine = is_own or (since_us > 0 and one.at_us >= since_us if is_limit else place in self._known)
             if is_mine and place not in self._found:
-                self._found[place] = _reason(place, one, is_limit=is_limit)
+                against = self._against.get(place, _SEE_WHAT_DIFFERS)
+                self._found[place] = _reason(place, one, against if is_limit else None)
                 new.add(place)
         return new
 
 
-def _reason(place: Place, one: GivenUp, *, is_limit: bool) -> Reason:
+def _reason(place: Place, one: GivenUp, against_limit: str | None) -> Reason:
     function = gaveup.shown(place)
-    if is_limit:
-        return Reason(f"Dynamo is at its recompile limit and runs {function} as it is", SEE_WHAT_DIFFERS)
+    if against_limit is not None:
+        return Reason(f"Dynamo is at its recompile limit and runs {function} as it is", against_limit)
     return Reason(f"Dynamo gave up on {function} and runs it as it is: {one.reason}", _REWRITE, one.where)

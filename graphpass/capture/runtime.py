@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from graphpass.capture.givenup import SEE_WHAT_DIFFERS, GivenUpFunctions
+from graphpass.capture.givenup import GivenUpFunctions, against_recompiling
 from graphpass.capture.pool import PoolLease
 from graphpass.capture.replay import WRAPPER_EVENTS, EntryTable
 from graphpass.capture.scope import CaptureScope, CaptureScopes
@@ -292,7 +292,7 @@ class GraphRuntime:
             self.warn(
                 f"torch.compile has compiled a function {_MANY} times{last}: each compilation starts without graphs, "
                 "and Dynamo runs the function uncompiled once it is at its recompile limit",
-                SEE_WHAT_DIFFERS,
+                against_recompiling(),
                 at=record.name,
             )
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from graphpass.compat.nnmodules import where_of
+
 _SOFT = ("Unsupported", "UserError")  # errors that Dynamo keeps to itself; others reach the caller
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_(\d+)")
@@ -72,6 +74,13 @@ def given_up() -> list[GivenUp]:
         for one in metrics
         if one.fail_type in _SOFT and re.search(r"\d+/\d", str(one.compile_id))
     ]
+
+
+def fixed_at() -> str:
+    """The line that has made a constant of a size or number in the function being compiled; empty if none has."""
+    shape_env = getattr(getattr(torch._guards.TracingContext.try_get(), "fake_mode", None), "shape_env", None)
+    stacks = getattr(shape_env, "specialization_stacks", {}).values()
+    return next((where_of("".join(stack.format())) for stack in stacks), "")
 
 
 def running() -> set[Place]:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo import config as dynamo_config
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch import config as aot_config
 from torch._higher_order_ops.invoke_subgraph import mark_compile_region
 from torch._higher_order_ops.scan import scan
@@ -196,6 +197,45 @@ def test_the_remedy_for_a_size_inside_a_scan_is_followed(compiled: Make, compile
     assert "keep the sizes few" in problem.remedy
     fast = compiled(running_sums, dynamic=True, compiler=compiler)
     assert fast.serve([(torch.randn(4, n, 6), torch.randn(n, 6)) for n in (5, 7, 5, 7)], passes=2) == 4
+
+
+WINDOW = torch.hann_window(16)
+
+
+def spectrum(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(2, n)
+    return torch.stft(x, 16, window=WINDOW, return_complex=True), x
+
+
+def test_a_splitting_op_follows_the_name_that_is_suggested(compiled: Make) -> None:
+    def model(of: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.istft(of * 2, 16, window=WINDOW) + 1
+
+    with pytest.raises(BackendCompilerFailed, match="unknown splitting op 'istft'") as refused:
+        compiled(model, splitting_ops=["istft"]).serve([spectrum(64)])
+    name = re.findall(r"did you mean '(.*?)'", str(refused.value))[0]
+    fast = compiled(model, splitting_ops=[name])
+    assert fast.serve([spectrum(64)], passes=4) == 1
+    assert fast.problems == ()
+
+
+def test_a_size_that_an_operation_fixes_is_not_to_be_named_but_left_out(compiled: Make) -> None:
+    def inverse(of: torch.Tensor, length: int) -> torch.Tensor:
+        return torch.istft(of, 16, window=WINDOW, length=length)
+
+    calls = [spectrum(n) for n in range(64, 164, 8)]
+    fast = compiled(lambda of, x: inverse(of * 2, x.shape[1]) + 1, splitting_ops=["torch.istft"])
+    fast.serve(calls)
+    found = [problem for problem in fast.problems if "recompile limit" in problem.what]
+    assert len(found) == 2, "of the 8th time, and of the limit"
+    for problem in found:
+        assert "name a dimension" not in problem.remedy
+        assert "torch.istft(of, 16, window=WINDOW, length=length)" in problem.remedy
+        assert "out of the compiled model (torch.compiler.disable)" in problem.remedy
+    outside = torch.compiler.disable(inverse)
+    fast = compiled(lambda of, x: outside(of * 2, x.shape[1]) + 1)
+    assert fast.serve(calls, passes=3) == 2 * len(calls), "before and after it"
+    assert not any("recompile limit" in problem.what for problem in fast.problems)
 
 
 def running_products(x: torch.Tensor) -> torch.Tensor:
