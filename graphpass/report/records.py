@@ -45,11 +45,11 @@ class SizeRecord:
     least: int | None  #: the least value that the graph admits; None for any
     greatest: int | None  #: the greatest value that the graph admits; None for any
     is_padded: bool  #: whether calls are padded along it
-    #: ``proved``: padded as it is; ``made``: padded after changes to the graph; ``runtime`` or ``unproved``; None if no
-    #: candidate, as of a parameter
+    #: ``proved``: padded as it is; ``made``: padded after changes to the graph; ``unproved``; None if no candidate, as
+    #: of a parameter
     verdict: str | None = None
     causes: tuple[PaddingFinding, ...] = ()  #: why it is not proved
-    remedy: str = ""  #: what makes it padded, or padded with a check; empty if there is nothing to do
+    remedy: str = ""  #: what makes it padded; empty if there is nothing to do
     made: tuple[PaddingFinding, ...] = ()  #: what the graph does to its padding, with the bytes of the traced call
 
 

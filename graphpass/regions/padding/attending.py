@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import replace
 
 import torch
@@ -18,12 +17,10 @@ from graphpass.regions.padding.calls import (
     tensors_of,
     words,
 )
-from graphpass.regions.padding.combining import softmax, weight_of
+from graphpass.regions.padding.combining import hiding, softmax, weight_of
 from graphpass.regions.padding.pointwise import broadcast, draws, entry_by_entry, real_entries
 from graphpass.regions.padding.values import (
     ALL_FINITE,
-    LOW_SCORES,
-    VISIBLE_ENTRY,
     Approximate,
     Factors,
     Pad,
@@ -98,8 +95,7 @@ def _check_keys(call: OpCall, query: PaddedValue, keys: Factors, mask: PaddedVal
         # guard: proof_attention_bool_mask, proof_attention_mask
         hides = pad is False if mask.dtype is torch.bool else is_low(pad)
         if hides:
-            some_weight = () if pad is False or pad == -math.inf else (VISIBLE_ENTRY,)
-            call.assumptions.update([ALL_FINITE, *some_weight, *([LOW_SCORES] if pad is Approximate.MASKED else [])])
+            call.assumptions.update([ALL_FINITE, *(() if pad is False else hiding(pad))])
             return
         if not is_causal:
             contents = "" if pad is None else f" (its padding holds {getattr(pad, 'value', pad)})"

@@ -35,6 +35,7 @@ from graphpass.regions.padding.values import (
     by_data,
     is_finite,
     is_low,
+    is_lowest,
     is_number,
     is_zero,
     shown,
@@ -299,10 +300,8 @@ def _require_neutral(call: OpCall, value: PaddedValue, dims: Sequence[int], neut
         if not known:
             remedy = HIDE_PADDING if neutral is not None else _SUMS if call.name in _FROM_SUMS else ""
             raise call.refuse_place(value, place, f"{call.name.strip('_')} over", remedy)
-        if is_low(pad) and pad != -math.inf:
-            call.assumptions.add(VISIBLE_ENTRY)
-            if pad is Approximate.MASKED or float(pad) > -1e30:  # type: ignore[arg-type]
-                call.assumptions.add(LOW_SCORES)
+        if is_low(pad):
+            call.assumptions.update(hiding(pad))
     return places
 
 
@@ -318,11 +317,14 @@ def _of_rows(name: str, pad: Pad | None) -> Pad | None:
         return Approximate.NOT_FINITE
     if name in ("sum", "nansum", "count_nonzero", "linalg_vector_norm", "norm") and is_zero(pad):
         return 0
-    above = pad is Approximate.POSITIVE or (is_number(pad) and float(pad) > 0)  # type: ignore[arg-type]
-    if (above and name in ("sum", "nansum")) or ("norm" in name and (above or is_number(pad))):
-        return Approximate.POSITIVE
-    never_below = pad is Approximate.NONNEGATIVE and name in ("sum", "nansum")
-    return Approximate.NONNEGATIVE if never_below or "norm" in name or name in ("var", "std") else Approximate.FINITE
+    return Approximate.FINITE
+
+
+def hiding(pad: Pad | None) -> tuple[str, ...]:
+    """On what it depends that scores of ``pad``, which are low, have no weight in a softmax."""
+    if pad == -math.inf:
+        return ()
+    return (VISIBLE_ENTRY,) if is_lowest(pad) else (VISIBLE_ENTRY, LOW_SCORES)
 
 
 def extremes(neutral: Neutral) -> PaddingRule:
@@ -365,7 +367,7 @@ def weight_of(name: str, score: Pad | None, *, is_along: bool = False) -> Pad | 
     hidden = name == "_safe_softmax" and seen == -math.inf
     if seen is not None:
         # guard: proof_hidden_rows
-        seen = Approximate.NONNEGATIVE if hidden or is_finite(seen) else Approximate.NOT_FINITE
+        seen = Approximate.FINITE if hidden or is_finite(seen) else Approximate.NOT_FINITE
     if not is_log:
         return seen
     return by_data(blurred(seen), score.fill) if isinstance(score, Filled) else blurred(seen)

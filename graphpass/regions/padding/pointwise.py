@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +14,6 @@ import torch
 from graphpass.regions.padding.calls import OpCall, PaddingReason, Returned
 from graphpass.regions.padding.values import (
     ALL_FINITE,
-    LOW_SCORES,
     Approximate,
     Entry,
     Factors,
@@ -29,7 +27,7 @@ from graphpass.regions.padding.values import (
     cast_pad,
     evaluated,
     is_finite,
-    is_low,
+    is_lowest,
     is_number,
     is_zero,
 )
@@ -119,8 +117,7 @@ def _of_each(call: OpCall, pads: Mapping[str, Pad | None], padded: Sequence[str]
     unfilled, *others = itertools.product(*parts)
     result = _of_pads(call, {**pads, **dict(unfilled)}, padded)
     for held in others:  # guard: proof_masks_in_unknown_padding
-        known = {name: Approximate.POSITIVE if pad is None else pad for name, pad in {**pads, **dict(held)}.items()}
-        result = by_data(result, _of_pads(replace(call, assumptions=set()), known, padded))
+        result = by_data(result, _of_pads(replace(call, assumptions=set()), {**pads, **dict(held)}, padded))
     return result
 
 
@@ -177,14 +174,7 @@ def _absorbed(call: OpCall, pads: Mapping[str, Pad | None]) -> Pad | None:
         return _logical(call, first, second, absorbing=True)  # guard: proof_disjunction
     if name in ("add", "sub"):
         return _lowered(call, first, second, both=name == "add")
-    if name in ("exp", "exp2") and first is Approximate.MASKED:
-        return 0.0
-    if name in ("maximum", "clamp_min") and is_low(first) and is_low(second) and Approximate.MASKED in (first, second):
-        return Approximate.MASKED
     return None
-
-
-_NEVER_ZERO = (Approximate.MASKED, Approximate.POSITIVE)
 
 
 def _zero_times(call: OpCall, first: Pad | None, second: Pad | None, is_product: bool) -> Pad | None:
@@ -194,7 +184,7 @@ def _zero_times(call: OpCall, first: Pad | None, second: Pad | None, is_product:
     if other is None:
         call.assumptions.add(ALL_FINITE)
     # guard: proof_nan_is_kept
-    elif is_number(other) or not is_finite(other) or not (is_product or other in _NEVER_ZERO):
+    elif is_number(other) or not is_finite(other) or not is_product:
         return None
     return 0
 
@@ -207,21 +197,15 @@ def _logical(call: OpCall, first: Pad | None, second: Pad | None, *, absorbing: 
 
 
 def _lowered(call: OpCall, first: Pad | None, second: Pad | None, *, both: bool) -> Pad | None:
-    """Scores plus a mask: a very low entry stays very low unless a known number raises it."""
-    low, other = (first, second) if is_low(first) else (second, first)
+    """Scores plus a mask: the lowest entries stay as they are."""
+    low, other = (first, second) if is_lowest(first) else (second, first)
     # guard: proof_subtracted_mask
-    if call.argument("alpha", default=1) != 1 or not is_low(low) or (not both and low is not first):
+    if call.argument("alpha", default=1) != 1 or not is_lowest(low) or (not both and low is not first):
         return None
-    if is_number(other):
-        sinks = other <= 0 if both else other >= 0  # type: ignore[operator]
-        return Approximate.MASKED if low is Approximate.MASKED and sinks else None  # guard: proof_raised_mask
-    if not is_finite(other) or (other is Approximate.MASKED and not both):
+    if is_number(other) or not is_finite(other):
         return None
-    if low == -math.inf:
-        call.assumptions.update([ALL_FINITE] if other is None else [])
-        return low
-    call.assumptions.add(LOW_SCORES)
-    return Approximate.MASKED
+    call.assumptions.update([ALL_FINITE] if other is None else [])
+    return low
 
 
 def _evaluated(call: OpCall, pads: Mapping[str, Pad | None]) -> Pad | None:

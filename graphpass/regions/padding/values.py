@@ -36,9 +36,6 @@ _LARGEST_SQUARED = math.sqrt(torch.finfo(torch.float32).max)
 class Approximate(enum.Enum):
     """What is known of padding that follows from known values, where the value itself is not followed."""
 
-    MASKED = "about -1e4 or less, and finite"
-    POSITIVE = "finite numbers above zero"
-    NONNEGATIVE = "finite numbers, zero or more"
     FINITE = "finite numbers, zero among them"
     NOT_FINITE = "NaN or infinities"
     BEHIND = "the index behind the last entry, where a write leaves no trace"
@@ -151,8 +148,13 @@ class PaddedValue:
 
 
 def is_low(pad: Pad | None) -> bool:
-    """Whether a score of ``pad`` has zero weight in a softmax: MASKED, or a number of at most -1e4."""
-    return pad is Approximate.MASKED or (isinstance(pad, float) and pad <= -1e4)
+    """Whether a score of ``pad`` has zero weight in a softmax beside small ones."""
+    return isinstance(pad, float) and pad <= -1e4
+
+
+def is_lowest(pad: Pad | None) -> bool:
+    """Whether ``pad`` is so low that no score changes it, as -inf and the least numbers of wide types are."""
+    return isinstance(pad, float) and pad <= -1e30
 
 
 def is_number(pad: Pad | None) -> bool:
@@ -243,9 +245,6 @@ def _without_nan(number: bool | int | float) -> Pad:
 
 
 _NUMBERS: dict[Approximate | None, tuple[float, ...]] = {
-    Approximate.MASKED: (-1e4, -6e4),
-    Approximate.POSITIVE: (1e-3, 0.5, 1.0, 2.0, 8.0),
-    Approximate.NONNEGATIVE: (0.0, 1e-3, 0.5, 1.0, 2.0, 8.0),
     Approximate.FINITE: (-8.0, -2.0, -1.0, -0.5, 0.0, 1e-3, 0.5, 1.0, 2.0, 8.0),
     Approximate.NOT_FINITE: (math.nan, math.inf, -math.inf),
     None: (0.3, 0.9),
@@ -313,17 +312,13 @@ def _evaluated(evaluation: _Evaluation) -> Pad | None:
         numbers += result.flatten().tolist()
     if is_exact and len({repr(number + 0) for number in numbers}) == 1:
         return _without_nan(numbers[0])
-    return _kind_of(numbers, signed=all(entry.pad is not None for entry in entries.values()))
+    return _kind_of(numbers)
 
 
-def _kind_of(numbers: Sequence[bool | int | float], *, signed: bool) -> Approximate | None:
+def _kind_of(numbers: Sequence[bool | int | float]) -> Approximate | None:
     if not isinstance(numbers[0], float):
         return None
-    if not all(map(math.isfinite, numbers)):
-        return Approximate.NOT_FINITE
-    if not signed or min(numbers) < 0:
-        return Approximate.FINITE
-    return Approximate.POSITIVE if min(numbers) > 0 else Approximate.NONNEGATIVE
+    return Approximate.FINITE if all(map(math.isfinite, numbers)) else Approximate.NOT_FINITE
 
 
 @functools.lru_cache(maxsize=4096)

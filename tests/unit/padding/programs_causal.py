@@ -57,7 +57,7 @@ CAUSAL = [
     P(
         "causal, itself hidden as well",
         "b+ s+",
-        lambda x: (scores(x) + torch.full((x.shape[1],) * 2, -1e9).triu(0)).softmax(-1)[:, 1:],
+        lambda x: (scores(x) + torch.full((x.shape[1],) * 2, -1e35).triu(0)).softmax(-1)[:, 1:],
     ),
     P(
         "causal, one token ahead",

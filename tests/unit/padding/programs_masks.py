@@ -20,12 +20,6 @@ def positions(x: Tensor) -> Tensor:
     return torch.arange(x.shape[1])
 
 
-def raised(x: Tensor, mask: Tensor) -> Tensor:
-    for _ in range(12):
-        x = x + (1 - mask) * 999.0
-    return x
-
-
 def unit(x: Tensor) -> Tensor:
     return x / x.norm(dim=-1, keepdim=True)
 
@@ -144,14 +138,13 @@ MASKED = [
     ),
     P("attention with an added mask", "b+ s+", lambda x, bias: (scores(x) + bias[:, 0]).softmax(-1) @ x),
     P("added mask from an integer one", "b+ s+", lambda x, am: (scores(x) + (1 - am[:, None]) * LEAST).softmax(-1) @ x),
-    P("added mask of -10000", "b+ s+", lambda x, am: (scores(x) + (1 - am[:, None]) * -1e4).softmax(-1) @ x, (1.0,)),
-    P("added mask of -10000, scaled down", "b+ s-", lambda g, am: ((g + (1 - am) * -1e4) * 1e-3).softmax(1), (1.0,)),
-    P("added mask, divided", "b+ s-", lambda g, am: ((g + (1 - am) * -1e4) / 1e3).softmax(1), (1.0,)),
-    P("added mask, clamped", "b+ s-", lambda g, am: (g + (1 - am) * -1e4).clamp(min=-9).softmax(1), (1.0,)),
-    P("added mask, negated", "b+ s-", lambda g, am: (-(g + (1 - am) * -1e4)).softmax(1), (1.0,)),
-    P("added mask, squared", "b+ s-", lambda g, am: (g + (1 - am) * -1e4).square().softmax(1), (1.0,)),
-    P("added mask, bounded by tanh", "b+ s-", lambda g, am: (g + (1 - am) * -1e4).tanh().softmax(1), (1.0,)),
-    P("added mask, raised in steps", "b+ s-", lambda g, am: raised(g + (1 - am) * -1e4, am).softmax(1), (1.0,)),
+    P("added mask of -10000", "b+ s~", lambda x, am: (scores(x) + (1 - am[:, None]) * -1e4).softmax(-1) @ x, (1.0,)),
+    P("added mask, scaled down", "b+ s-", lambda g, am: ((g + (1 - am) * -1e35) * 1e-38).softmax(1), (1.0,)),
+    P("added mask, divided", "b+ s-", lambda g, am: ((g + (1 - am) * -1e35) / 1e38).softmax(1), (1.0,)),
+    P("added mask, clamped", "b+ s-", lambda g, am: (g + (1 - am) * -1e35).clamp(min=-9).softmax(1), (1.0,)),
+    P("added mask, negated", "b+ s-", lambda g, am: (-(g + (1 - am) * -1e35)).softmax(1), (1.0,)),
+    P("added mask, squared", "b+ s-", lambda g, am: (g + (1 - am) * -1e35).square().softmax(1), (1.0,)),
+    P("added mask, bounded by tanh", "b+ s-", lambda g, am: (g + (1 - am) * -1e35).tanh().softmax(1), (1.0,)),
     P("masked scores plus much", "b+ s-", lambda g, am: (g + (1 - am) * -1e4 + (1 - am) * 1e4).softmax(1), (1.0,)),
     P(
         "masked scores minus themselves",
@@ -159,7 +152,7 @@ MASKED = [
         lambda g, am: ((g - 1e4 * (1 - am)) - (g - 1e4 * (1 - am)) + g).softmax(1),
         (1.0,),
     ),
-    P("mask subtracted", "b+ s-", lambda g, am: (g - (1 - am) * -1e4).softmax(1), (1.0,)),
+    P("mask subtracted", "b+ s-", lambda g, am: (g - (1 - am) * -1e35).softmax(1), (1.0,)),
     P("divided by declared zeros", "b+ s-", lambda g, fm, ones: (g * fm / (ones - 1)).sum(1)),
     P("declared zeros divide", "b+ s-", lambda y, zeros: (y / zeros).sum(1)),
     P("masked, then filled where data says", "b+ s-", lambda g, fm, free: (g * fm).masked_fill(free, 1.0).sum(1)),
@@ -266,7 +259,7 @@ MASKED = [
     P("two layers behind a mask", "b+ s+", lambda x, m: attended(attended(x, m), m)),
     P("softmax over low rows", "b+ s+", lambda x, m: (hidden(x, m, -1e9).softmax(-1) * m[..., None]).sum(1)),
     P("deviation of what is masked", "b+ s-", lambda x, fm: (standard(x * fm[..., None], 0.0) * fm[..., None]).sum(1)),
-    P("deviation, bounded", "b+ s+", lambda x, fm: (standard(x * fm[..., None], 1e-5) * fm[..., None]).sum(1)),
+    P("deviation, bounded", "b+ s~", lambda x, fm: (standard(x * fm[..., None], 1e-5) * fm[..., None]).sum(1)),
     P("median of what is masked", "b+ s-", lambda x, fm: (over_median(x * fm[..., None]) * fm[..., None]).sum(1)),
     P("joined to NaN", "b+ s-", lambda x, fm: (torch.cat([x, unit(x * fm[..., None])], 2) * fm[..., None]).sum(1)),
     # A mask fills entries with -inf also in padding of unknown contents: what is computed of them may be infinite, too.
@@ -277,7 +270,7 @@ MASKED = [
     P("causal weights, by hand", "b+ s+", lambda x, fm: (by_hand(shifted(scores(x))) * fm[..., None]).sum(0)),
     P(
         "mantissas of hidden entries",
-        "b+ s+",
+        "b+ s~",
         lambda g, fm: torch.frexp(g.masked_fill(fm == 0, -torch.inf))[0].exp().sum(1),
     ),
     P("exponents of hidden entries", "b+ s~", lambda g, fm: torch.frexp(g.masked_fill(fm == 0, -torch.inf))[1].sum(1)),

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from tests.unit.padding.table import program as P
 
-F64 = torch.float64
-
 
 def written(buffer: Tensor, value: Tensor) -> Tensor:
     buffer.copy_(value)

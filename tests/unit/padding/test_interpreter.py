@@ -83,7 +83,7 @@ def test_known_padding_makes_a_sum_safe() -> None:
 
 
 def test_a_verdict_names_what_it_assumes_where_it_does() -> None:
-    traced = Traced(lambda x, mask: (x.sum(-1) + (1 - mask) * -1e9).softmax(-1) @ x[0, :, 0], MASK)
+    traced = Traced(lambda x, mask: x.sum(-1).masked_fill(mask == 0, -1e9).softmax(-1) @ x[0, :, 0], MASK)
     assert set(traced.prove({1: 0}).assumptions) >= {VISIBLE_ENTRY, LOW_SCORES}
     assert Traced(lambda x: x * 2).prove().assumptions == ()
 
@@ -133,12 +133,12 @@ def test_an_unknown_operator_is_refused_where_it_meets_padding() -> None:
 
 def test_a_decomposed_softmax_is_recognized() -> None:
     def softmax(x: Tensor, mask: Tensor) -> Tensor:
-        scores = x.sum(-1) + (1 - mask) * -1e5
+        scores = x.sum(-1) + (1 - mask) * -1e35
         powers = (scores - scores.amax([1], True)).exp()
         return powers / powers.sum([1], True)
 
     def unequal(x: Tensor, mask: Tensor) -> Tensor:
-        scores = x.sum(-1) + (1 - mask) * -1e5
+        scores = x.sum(-1) + (1 - mask) * -1e35
         powers = (scores - scores.amax([1], True)).exp()
         return powers / (powers + 1).sum([1], True)
 
