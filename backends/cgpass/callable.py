@@ -17,8 +17,7 @@ from graphpass.capture.replay import ReplayPlan, refuse_transforms
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.scope import CaptureScope, EnteredCallable, ReachedCall
 from graphpass.capture.settings import restoring
-from graphpass.compat import dynamo, memory, operators, saving, trees
-from graphpass.compat.sideeffects import SideEffect
+from graphpass.compat import dynamo, memory, operators, saving, sideeffects, trees
 from graphpass.compile import CompiledRegion, RegionTrace, WaitingFunction
 from graphpass.context import ForwardContext, current_context, without_context
 from graphpass.errors import CaptureError, ContextError, ShapeError
@@ -47,7 +46,7 @@ class CompiledGraph:
     code: str  #: file and name of the function whose code the graph is: ``model.py:forward``
     returns_flat: bool  #: whether the graph returns a tuple or list of values that are not containers
     #: changes of Python state that Dynamo's code makes after the graph has run
-    side_effects: tuple[SideEffect, ...]
+    side_effects: tuple[sideeffects.SideEffect, ...]
 
 
 @saving.runs_compiled_ahead

@@ -18,11 +18,7 @@ from graphpass.keys import CUDAGraphMode
 from graphpass.ledger import Reason, Verdict
 from graphpass.options import Settings
 from graphpass.paddedcalls import PadRule
-from graphpass.regions.padding import (
-    DECLARE_MASK,
-    PaddingProof,
-    prove_partition,
-)
+from graphpass.regions.padding import DECLARE_MASK, PaddingProof, prove_partition
 from graphpass.regions.split import Partition
 
 _EXACT = "no padding suits this operation: keep the sizes few, or leave the operation out of the compiled model"

@@ -20,8 +20,7 @@ from cgpass.keyrules import calls_collectives, dispatched
 from cgpass.paddingpass import PaddingPasses
 from cgpass.sizes import NamedSizes
 from graphpass.capture.runtime import GraphRuntime, runtime_of_compiler
-from graphpass.compat import dynamo, nnmodules, saving, symbolic
-from graphpass.compat.sideeffects import SideEffect, side_effects_of_compilation
+from graphpass.compat import dynamo, nnmodules, saving, sideeffects, symbolic
 from graphpass.compile import (
     CompiledRegion,
     CompiledRegions,
@@ -288,7 +287,7 @@ class _Traced:
     used: list[int]  #: positions of the remaining inputs among the arguments of a call
     appended: AppendedInputs | None  #: the inputs after those; None if there are none
     ends_early: Reason | None  #: the graph break after it; None if the function ends there
-    side_effects: tuple[SideEffect, ...]  #: that Dynamo's code makes after the graph has run
+    side_effects: tuple[sideeffects.SideEffect, ...]  #: that Dynamo's code makes after the graph has run
     key: TraceKey | None  #: equal for traces that one callable can serve; None if none can share the callable
     identity: GraphIdentity | Reason | None  #: of its file with ``warm_start``, or why it has none
 
@@ -299,7 +298,7 @@ class _Traced:
         whole = uncompiled_copy(graph_module)
         lists = lists_as_entries(whole.graph)
         floats = floats_as_tensors(whole)
-        side_effects = side_effects_of_compilation()
+        side_effects = sideeffects.side_effects_of_compilation()
         key, identity = TraceKey.of(whole, settings, ends_early, side_effects), None
         if settings.warm_start is not None:
             identity = GraphIdentity.of(whole, ends_early, side_effects, settings)
@@ -320,7 +319,7 @@ class TraceKey:
     settings: Settings  #: which another ``torch.compile`` of the same function may set differently
     ends_early: Reason | None  #: why the graph ends before the function does
     inputs: tuple[tuple[str | None, bool, frozenset[int]], ...]  #: (name, whether static, marked dimensions) of each
-    side_effects: tuple[SideEffect, ...]  #: that Dynamo's code makes after the graph has run
+    side_effects: tuple[sideeffects.SideEffect, ...]  #: that Dynamo's code makes after the graph has run
     structure: StructuralKey  #: of the whole graph, including all ambient settings that a compiler reads
 
     @classmethod
@@ -329,7 +328,7 @@ class TraceKey:
         graph_module: fx.GraphModule,
         settings: Settings,
         ends_early: Reason | None,
-        side_effects: tuple[SideEffect, ...],
+        side_effects: tuple[sideeffects.SideEffect, ...],
     ) -> TraceKey | None:
         """The key of the graph that Dynamo has just traced, before unused inputs are erased.
 

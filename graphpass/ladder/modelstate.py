@@ -21,8 +21,7 @@ from typing import Any, Self
 
 import torch
 
-from graphpass.compat import memory, nnmodules
-from graphpass.compat.sideeffects import SideEffect
+from graphpass.compat import memory, nnmodules, sideeffects
 from graphpass.errors import CaptureError, ShapeError
 
 _TRAINING = operator.attrgetter("training")
@@ -328,7 +327,7 @@ def restoring_python_state(modules: Sequence[torch.nn.Module]) -> Iterator[Pytho
         state.restore()
 
 
-def refuse_side_effects(effects: Iterable[SideEffect], state: PythonState) -> None:
+def refuse_side_effects(effects: Iterable[sideeffects.SideEffect], state: PythonState) -> None:
     """Refuse a model whose calls change Python state that a manager cannot restore."""
     for effect in effects:
         if effect.keeps_tensor:  # guard: manager_kept_tensors
