@@ -199,7 +199,8 @@ def causal(self: Any, ids: torch.Tensor) -> torch.Tensor:
 def attends(self: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
     """Attention over a padded sequence."""
     q, k, v = self.qkv(self.embedding(ids)).chunk(3, -1)
-    bias = None if mask is None else torch.zeros(mask.shape).masked_fill(mask == 0, -1e9)[:, None]
+    low = torch.finfo(torch.float32).min
+    bias = None if mask is None else torch.zeros(mask.shape).masked_fill(mask == 0, low)[:, None]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
 
