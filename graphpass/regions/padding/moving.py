@@ -15,7 +15,7 @@ import sympy
 import torch
 
 from graphpass.compat import symbolic
-from graphpass.regions.padding.making import Operands, Rewrite
+from graphpass.regions.padding.making import Making, Operands, Rewrite
 from graphpass.regions.padding.neutral import INDEX, REAL_ORDER, RESULTS
 from graphpass.regions.padding.program import GETITEM, Ref
 from graphpass.regions.padding.sizes import is_zero_size, product
@@ -150,6 +150,16 @@ def viewed(operands: Operands, read: frozenset[int]) -> Ref | None:
     return operands.making.picked(ref, first, places, new) if len(new) <= len(INDEX) else None
 
 
+def _from_place_on(making: Making, place: Any, dim: int, shape: TensorShape, inside: Ref, outside: Ref) -> Ref | None:
+    """The entries of ``inside`` where the place is at least 0, those of ``outside`` elsewhere."""
+    behind = [1] * (len(shape.sizes) - 1 - dim)
+    at = making.real(place, TensorShape((shape.sizes[dim], *behind), torch.int64))
+    if at is None:
+        return None
+    is_inside = making.emit("aten::ge.Scalar", replace(making.shape_of(at), dtype=torch.bool), self=at, other=0)
+    return making.emit("aten::where.self", shape, condition=is_inside, self=inside, other=outside)
+
+
 def joined(operands: Operands, read: frozenset[int]) -> Ref | None:
     """Each part begins where the real entries of the one before it end."""
     call, making, shape = operands.call, operands.making, operands.node.result
@@ -157,7 +167,8 @@ def joined(operands: Operands, read: frozenset[int]) -> Ref | None:
     if not isinstance(shape, TensorShape):
         return None
     dim = call.dim(call.argument("dim", default=0), len(shape.sizes))
-    result, start = None, sympy.Integer(0)
+    start = sympy.Integer(0)
+    result: Ref | None = None
     for ref in refs:
         value = making.value(ref)
         # guard: made_parts_of_one_type
@@ -165,19 +176,11 @@ def joined(operands: Operands, read: frozenset[int]) -> Ref | None:
             return None
         size, length = product(value.factors[dim]), shape.sizes[dim]
         part = making.picked(ref, dim, [repeated(_AT - start, size)], [length])
-        behind = [1] * (len(shape.sizes) - 1 - dim)
-        passed = making.real(_AT - start, TensorShape((length, *behind), torch.int64))
-        if part is None or passed is None:
+        if part is not None and result is not None:
+            part = _from_place_on(making, _AT - start, dim, shape, part, result)
+        if part is None:
             return None
-        if result is None:
-            result = part
-        else:
-            is_before = making.emit(
-                "aten::lt.Scalar", replace(making.shape_of(passed), dtype=torch.bool), self=passed, other=0
-            )
-            result = making.emit(
-                "aten::where.self", making.shape_of(part), condition=is_before, self=result, other=part
-            )
+        result = part
         start = start + size
     return result
 
@@ -198,13 +201,8 @@ def replaced_part(operands: Operands, read: frozenset[int]) -> Ref | None:
         source = making.emit("aten::unsqueeze", one, self=source, dim=dim)
     length = making.shape_of(source).sizes[dim]
     part = making.picked(source, dim, [repeated(_AT - first, length)], [whole])
-    behind = [1] * (len(shape.sizes) - 1 - dim)
     is_inside = sympy.Min(_AT - first, first + length - 1 - _AT)
-    inside = making.real(is_inside, TensorShape((whole, *behind), torch.int64))
-    if part is None or inside is None:
-        return None
-    chosen = making.emit("aten::ge.Scalar", replace(making.shape_of(inside), dtype=torch.bool), self=inside, other=0)
-    return making.emit("aten::where.self", shape, condition=chosen, self=part, other=ref)
+    return None if part is None else _from_place_on(making, is_inside, dim, shape, part, ref)
 
 
 def ordered(operands: Operands, read: frozenset[int]) -> Ref | None:
