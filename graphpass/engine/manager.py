@@ -25,7 +25,7 @@ from graphpass.engine.batch import AttentionMetadataBuilder, Batch, ForwardHooks
 from graphpass.engine.buffers import InputBuffers, PaddedInputs, RealInputs, Sizes
 from graphpass.engine.captured import CapturedKey, CapturedKeys, Checked, ServedStep
 from graphpass.engine.model import GraphChecks, Model, fields_named
-from graphpass.engine.recipe import Recipe
+from graphpass.engine.recipe import Recipe, StepResults
 from graphpass.engine.stats import ManagerStats
 from graphpass.errors import CaptureError, OptionError, ShapeError, positive
 from graphpass.keys import BatchDescriptor, CUDAGraphMode, resolve_mode
@@ -404,14 +404,14 @@ class CudaGraphManager:
             if captured.plan is None:
                 leaves = self._forward(mode, decision.descriptor, real, step, batch, partial(_stored, model, recipe))
                 return known.results.of_step(batch.inputs, leaves)
-            metadata, entered = self._filled(mode, decision.descriptor, real, step, batch)
+            metadata, in_context = self._filled(mode, decision.descriptor, real, step, batch)
             reads = None
             # guard: metadata_of_unattended_steps
             if metadata is not None and checked.get(captured) is metadata:
                 reads = captured.beside_metadata
             elif captured in checked:
                 checked[captured] = metadata
-            with entered as context, model.hooked(mode), fields_named(model.attention, metadata):
+            with in_context as context, model.hooked(mode), fields_named(model.attention, metadata):
                 lease = model.runtime.lease
                 return run(known, batch.inputs, lease, "a manager", context=context, reads=reads, is_filled=True)
 
@@ -471,10 +471,10 @@ class CudaGraphManager:
                 inputs = self._inputs.real(step.sizes, padded)
                 call = partial(_uncompiled, model) if is_uncompiled else partial(_stored, model, recipe)
                 result = self._forward(CUDAGraphMode.NONE, key, inputs, step, batch, call)
-                inputs.copy_back(batch.inputs, recipe.mutated, recipe.buffers)
                 if is_uncompiled:
+                    inputs.copy_back(batch.inputs, recipe.mutated, recipe.buffers)
                     return trees.map_tensors(torch.Tensor.detach, result)
-                return recipe.result(recipe.views(step.sizes), result)
+                return StepResults.of(recipe, inputs).of_step(batch.inputs, result)
             return recipe.result(recipe.views(step.sizes))
 
     def _filled(
@@ -508,8 +508,8 @@ class CudaGraphManager:
         """Fill the buffers, and run code of the model, which ``call`` does, in a forward context."""
         model = self._model
         observer = GraphChecks(model, real.padded)  # guard: manager_mixing_in_steps
-        metadata, entered = self._filled(mode, descriptor, real, step, batch, observer)
-        with entered, model.hooked(mode), fields_named(model.attention, metadata), replay_settings():
+        metadata, in_context = self._filled(mode, descriptor, real, step, batch, observer)
+        with in_context, model.hooked(mode), fields_named(model.attention, metadata), replay_settings():
             return call(real.padded)
 
 
