@@ -486,7 +486,7 @@ class CudaGraphManager:
         batch: Batch,
         observer: GraphChecks | None = None,
     ) -> tuple[Any, entered]:
-        """Fill the buffers with a batch; returns its attention metadata, and its forward context for a ``with``."""
+        """Fill the buffers; returns the attention metadata, and the forward context for a ``with``."""
         model = self._model
         model.runtime.lease.order_after_last_forward()  # a replay on another stream may still be reading the buffers
         real.fill(batch.inputs)

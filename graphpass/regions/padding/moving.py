@@ -151,7 +151,7 @@ def viewed(operands: Operands, read: frozenset[int]) -> Ref | None:
 
 
 def _from_place_on(making: Making, place: Any, dim: int, shape: TensorShape, inside: Ref, outside: Ref) -> Ref | None:
-    """The entries of ``inside`` where the place is at least 0, those of ``outside`` elsewhere."""
+    """``inside`` where the place is at least 0, else ``outside``."""
     behind = [1] * (len(shape.sizes) - 1 - dim)
     at = making.real(place, TensorShape((shape.sizes[dim], *behind), torch.int64))
     if at is None:
