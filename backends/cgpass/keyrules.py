@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -22,6 +23,8 @@ from graphpass.regions.padding import DECLARE_MASK, PaddingProof, prove_partitio
 from graphpass.regions.split import Partition
 
 _EXACT = "no padding suits this operation: keep the sizes few, or leave the operation out of the compiled model"
+#: Kind of product, as torch has settings of precision for -> pattern of its operators.
+_PRODUCTS = {"conv": "conv", "rnn": "rnn|lstm|gru", "matmul": r"(mm|mv|matmul|dot|linear)(\.|$)"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ class AutoRules:
     #: What a check writes to the padding of floats: random numbers; or copies of real entries, because an operator may
     #: fail for other numbers.
     check_contents: Literal["random", "real"]
+    products: frozenset[str]  #: kinds of products in the graph: matmul, conv, rnn
     off: Reason | None  #: why no call is captured; None if calls are captured
     unproved: Mapping[str, Reason]  #: {key field: why} of each size that is not padded
 
@@ -86,6 +90,13 @@ def dispatched(
         written=parts.mutated_inputs,
         dynamic=tuple(p for p in sizes.layouts if not parts.inputs[p].is_static),
         check_contents="real" if proof.needs_real_contents else "random",  # guard: padding_index_of_floats
+        products=frozenset(
+            kind
+            for trace in traces.values()
+            for node in (() if trace.problem else trace.result.nodes)
+            for kind, named in _PRODUCTS.items()
+            if re.search(named, node.op)
+        ),
         off=off,
         unproved=problems,
     )

@@ -13,7 +13,6 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -23,16 +22,14 @@ from cgpass.outputs import OutputCuts
 from cgpass.servedcalls import ServedCall
 from graphpass.capture.compare import has_fractions, in_double, largest_difference
 from graphpass.capture.settings import restoring
+from graphpass.compat.configuration import float32_precisions
 from graphpass.errors import GraphpassError
 from graphpass.paddedcalls import PaddedInput
 
-_LARGE: Mapping[torch.dtype, float] = MappingProxyType({torch.float16: 1e2, torch.bfloat16: 1e2})
-_LARGE_OTHERWISE = 1e4
 _SPREADS_ALLOWED = 4.0
 _ATTEMPTS = 3
 _SEEDS = itertools.count()  # other contents in each check
-_OF_ONE_RUN: Mapping[torch.dtype, float] = MappingProxyType({torch.float64: 1e-4, torch.float32: 1e-4})
-_OF_ONE_RUN_OTHERWISE = 2e-2
+_OF_ONE_RUN, _OF_16_BITS = 1e-4, 2e-2
 """Allowed difference of real entries from a run without padding in own types, as a share of the largest that differ."""
 _Entries: TypeAlias = dict[str, torch.Tensor]
 """Real entries by name: of an output, or of a tensor that the graph has written to."""
@@ -115,7 +112,8 @@ def _compared(call: PaddedCall, expected: _Entries) -> tuple[str | None, bool]:
     spreads = {name: largest_difference(one, control[name]) for name, one in expected.items()}
     fault = _fault_of_contents(call, expected, spreads)
     if fault is None:
-        fault = _fault_of_sizes(expected, call.unpadded(), spreads)
+        is_coarse = may_round(call.rules.products, call.device)  # guard: products_of_fewer_bits
+        fault = _fault_of_sizes(expected, call.unpadded(), spreads, is_coarse=is_coarse)
     return fault, any(spreads.values())
 
 
@@ -133,10 +131,19 @@ def _fault_of_contents(call: PaddedCall, expected: _Entries, spreads: Mapping[st
     return None
 
 
-def _fault_of_sizes(expected: _Entries, unpadded: _Entries, spreads: Mapping[str, float]) -> str | None:
+def may_round(products: Iterable[str], device: torch.device) -> bool:
+    """Whether torch's settings now let a device compute some of these products in float32 with fewer bits, as TF32."""
+    precisions = float32_precisions()
+    return any(precisions[device.type, kind] != "ieee" for kind in products)
+
+
+def _fault_of_sizes(
+    expected: _Entries, unpadded: _Entries, spreads: Mapping[str, float], *, is_coarse: bool
+) -> str | None:
     """Whether real entries differ from a run without padding by more than rounding, in the graph's own types.
 
     ``spreads``: by name, how much replays of equal contents differ, as additions in any order do.
+    ``is_coarse``: whether float32 may be as coarse as 16 bits.
     """
     for name, one in expected.items():
         other = unpadded[name]
@@ -145,7 +152,8 @@ def _fault_of_sizes(expected: _Entries, unpadded: _Entries, spreads: Mapping[str
         spread = largest_difference(one, other)
         if spread <= _SPREADS_ALLOWED * spreads[name]:  # guard: noise_of_replays
             continue
-        allowed = _OF_ONE_RUN.get(one.dtype, _OF_ONE_RUN_OTHERWISE) if has_fractions(one) else 0.0
+        is_fine = one.dtype is torch.float64 or (one.dtype is torch.float32 and not is_coarse)
+        allowed = (_OF_ONE_RUN if is_fine else _OF_16_BITS) if has_fractions(one) else 0.0
         if spread > allowed * _largest(other, one != other):  # guard: padding_against_one_run
             return f"real entries of {name} differ from a run without padding"
     return None
@@ -161,7 +169,7 @@ def _small(_: torch.dtype) -> float:
 
 
 def _large(dtype: torch.dtype) -> float:
-    return _LARGE.get(dtype, _LARGE_OTHERWISE)
+    return 1e2 if dtype in (torch.float16, torch.bfloat16) else 1e4
 
 
 class _OtherContents:

@@ -18,6 +18,7 @@ from torch.utils import collect_env
 import graphpass
 from graphpass.cli.explain import quiet_compiler
 from graphpass.cli.usermodel import Result
+from graphpass.compat.configuration import float32_precisions
 from graphpass.report.drawing import Heading, Part, Table
 from graphpass.text.paged.kernels import fault_in_place
 
@@ -79,7 +80,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
         "driver": collect_env.get_nvidia_driver_version(collect_env.run),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "float32_matmul_precision": float32_precisions()["cuda", "matmul"],
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -192,7 +193,7 @@ def _slow(
                 "flash attention cannot read pages in place, so their keys are copied",
                 "install a newer torch",
             )
-        if machine["float32_matmul_precision"] == "highest":
+        if machine["float32_matmul_precision"] == "ieee":
             yield (
                 "float32 matrix products",
                 "TF32 is off, which is the default of torch",

@@ -24,11 +24,25 @@ def settings_now() -> tuple[Any, ...]:
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(),
+        *float32_precisions().items(),
         torch.are_deterministic_algorithms_enabled(),
         inductor_config.get_hash(),
         aot_config.get_hash(),
     )
+
+
+def float32_precisions() -> dict[tuple[str, str], str]:
+    """{(type of device, kind of product): precision of products in float32}: ``ieee``, ``tf32`` or ``bf16``.
+
+    torch's older ``get_float32_matmul_precision`` raises where these settings were set one by one.
+    """
+    backends: Any = torch.backends
+    of_devices = {"cuda": (backends.cuda.matmul, backends.cudnn), "cpu": (backends.mkldnn.matmul, backends.mkldnn)}
+    return {
+        (device, kind): "ieee" if setting.fp32_precision == "none" else setting.fp32_precision
+        for device, (matmul, others) in of_devices.items()
+        for kind, setting in (("matmul", matmul), ("conv", others.conv), ("rnn", others.rnn))
+    }
 
 
 def saved_configuration() -> Callable[[], contextlib.AbstractContextManager[None]]:

@@ -39,7 +39,7 @@ class AmbientState:
 
     #: (device type, whether autocast is enabled, the dtype that it casts to), for each device type
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    matmul_precision: str  #: precision of float32 matrix products
+    matmul_precision: bool  #: whether a GPU may compute float32 matrix products as TF32
     default_dtype: torch.dtype  #: dtype of new tensors
     deterministic: bool  #: whether torch uses deterministic algorithms only
     training: tuple[bool, ...]  #: the ``training`` flag of each module
@@ -52,7 +52,7 @@ class AmbientState:
                 (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
                 for device in ("cpu", "cuda")
             ),
-            matmul_precision=torch.get_float32_matmul_precision(),
+            matmul_precision=torch.backends.cuda.matmul.fp32_precision == "tf32",
             default_dtype=torch.get_default_dtype(),
             deterministic=torch.are_deterministic_algorithms_enabled(),
             training=tuple(map(_TRAINING, modules)),

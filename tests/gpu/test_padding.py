@@ -1,4 +1,4 @@
-"""Padding on a GPU: leaks, floats that are inputs, negative indices."""
+"""Padding on a GPU: leaks, floats that are inputs, negative indices, TF32."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import graphpass as gp
+from cgpass.paddingcheck import PaddedCall
 from tests.observed import calls_with_graph
 from tests.unit.cgpass.leaks import LEAKS, RIGHT, agree, around, is_padded, refusals
 from tests.unit.cgpass.test_negative_indices import NUM_CALLS, compiled, num_padded, run
@@ -95,3 +98,56 @@ def test_negative_indices_count_from_the_real_end(name: str, mode: str, compiler
     fast = compiled(INDEXING[name], compiler=compiler, mode=mode)
     assert run(INDEXING[name], fast, "cuda") == 0
     assert num_padded(fast) == NUM_CALLS - 1
+
+
+# cuDNN computes convolutions in float32 as TF32, unless it is told not to; a GPU picks other kernels for other lengths.
+
+
+class Convolved(nn.Module):
+    """The front of a speech encoder, which halves the length three times, and an attention over what is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front = nn.ModuleList([nn.Conv1d(wide, 256, 7, stride=2) for wide in (1, 256, 256)])
+        self.norm, self.attends = nn.LayerNorm(256), nn.MultiheadAttention(256, 4, batch_first=True)
+
+    def forward(self, sound: torch.Tensor) -> torch.Tensor:
+        x = sound[:, None]
+        for layer in self.front:
+            x = F.gelu(layer(x))
+        x = self.norm(x.mT)
+        return x + self.attends(x, x, x, need_weights=False)[0]
+
+
+def text_encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(128, 4, 256, batch_first=True)
+    return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+def test_convolutions_in_tf32_are_padded(cuda: torch.device, *, tf32: bool) -> None:
+    model, runtime = Convolved().eval().to(cuda), gp.GraphRuntime()
+    fast = torch.compile(model, backend="cgpass", dynamic=True, options={"runtime": runtime})
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=tf32), torch.no_grad():
+        for step in range(24):
+            sound = torch.randn(1 + step % 4, 4000 + 611 * step, device=cuda)
+            close = 2e-2 if tf32 else 1e-4
+            torch.testing.assert_close(fast(sound), model(sound), rtol=close, atol=close)
+    assert refusals(runtime) == []
+    assert is_padded(runtime)
+
+
+def test_a_graph_without_convolutions_is_compared_in_float32(
+    cuda: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever cuDNN may do: results that differ by 1e-3 end its padding."""
+    unpadded = PaddedCall.unpadded
+    rounded = lambda call: {name: one * 1.001 for name, one in unpadded(call).items()}  # noqa: E731
+    monkeypatch.setattr(PaddedCall, "unpadded", rounded)
+    model, runtime = text_encoder().eval().to(cuda), gp.GraphRuntime()
+    fast = torch.compile(model, backend="cgpass", dynamic=True, options={"runtime": runtime})
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=True), torch.no_grad():
+        for step in range(12):
+            x = torch.randn(2 + step % 3, 17 + 5 * step, 128, device=cuda)
+            torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-4)
+    assert len(refusals(runtime)) == 1
