@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from graphpass.regions.split import partition as partition
     from graphpass.sizeplan import plan_sizes as plan_sizes
 
+__version__ = "0.1.0"
+
 _NAMES = {
     "graphpass.capture.runtime": ("GraphRuntime", "runtime_of"),
     "graphpass.capture.wrapper": ("CUDAGraphWrapper",),

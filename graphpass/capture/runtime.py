@@ -31,6 +31,8 @@ from graphpass.report import Problem, Report
 from graphpass.report.figures import ReportFigures, runtime_figures
 from graphpass.report.records import TUNED, CallableRecord, Counts, RegionId, RegionUse, RuntimeStats
 
+#: The oldest and the newest release of torch with which the tests have run.
+OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
 _ATTRIBUTE = "graphpass_runtime"
 _OF_MODES = ("dispatch key", "grad_mode", "inference", "requires_grad")  # in guards
 _SAME_MODE = "create all inputs and make all calls under torch.inference_mode(), or none"
@@ -82,6 +84,9 @@ class GraphRuntime:
         self._owned: dict[type, Any] = {}
         self._serves_calls = False
         self.given_up = GivenUpFunctions()
+        if torch_release() > NEWEST_TORCH:  # guard: newer_torch
+            text = f"torch {torch.__version__} is newer than any release with which graphpass was tested"
+            self.warn(text, "if something fails, install torch {}.{}".format(*NEWEST_TORCH))
 
     # -- what users call ------------------------------------------------------------------------------------------
 
@@ -415,6 +420,11 @@ class GraphRuntime:
 
     def _alive(self) -> list[EntryTable]:
         return _existing(self._tables)
+
+
+def torch_release() -> tuple[int, ...]:
+    """Major and minor number of torch."""
+    return tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def _existing(references: Iterable[weakref.ref[_Owned]]) -> list[_Owned]:

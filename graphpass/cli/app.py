@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
+from graphpass import __version__
 from graphpass.errors import CommandError, GraphpassError
 
 if TYPE_CHECKING:
@@ -64,9 +65,19 @@ Options = Annotated[
 ]
 
 
-def main() -> None:
-    """Run the command line; the entry point of the console script."""
-    app()
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"graphpass {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _all_commands(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None: ...
 
 
 def _command(run: Callable[..., Result]) -> Callable[..., None]:

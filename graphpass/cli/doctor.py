@@ -16,13 +16,13 @@ import torch
 from torch.utils import collect_env
 
 import graphpass
+from graphpass.capture.runtime import NEWEST_TORCH, OLDEST_TORCH, torch_release
 from graphpass.cli.explain import quiet_compiler
 from graphpass.cli.usermodel import Result
 from graphpass.compat.configuration import float32_precisions
 from graphpass.report.drawing import Heading, Part, Table
 from graphpass.text.paged.kernels import fault_in_place
 
-_OLDEST_TORCH = (2, 11)
 _BFLOAT16_CAPABILITY = (8, 0)
 
 
@@ -73,7 +73,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {
         "device": str(device),
         "name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        "graphpass": _version("graphpass"),
+        "graphpass": graphpass.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
@@ -168,8 +168,9 @@ def _checks(device: torch.device) -> list[dict[str, Any]]:
 def _slow(
     device: torch.device, machine: dict[str, Any], compilers: dict[str, Any], kernels: dict[str, bool]
 ) -> Iterator[tuple[str, str, str]]:
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < _OLDEST_TORCH:
-        yield "everything", f"torch {torch.__version__} is too old", "install torch 2.11 or newer"
+    if not OLDEST_TORCH <= torch_release() <= NEWEST_TORCH:
+        tested = "torch {}.{} to {}.{}".format(*OLDEST_TORCH, *NEWEST_TORCH)
+        yield "everything", f"the tests have not run with torch {torch.__version__}", f"install {tested}"
     if not compilers["backend_cgpass"]:
         yield "everything", "the backend cgpass is not installed", "install graphpass with pip"
     if device.type == "cpu":

@@ -431,3 +431,14 @@ def test_finding_the_runtime_of_something_else() -> None:
     for other in (plus_one, torch.nn.ReLU(), 3):
         with pytest.raises(OptionError, match="no graphpass runtime"):
             runtime_of(other)
+
+
+@pytest.mark.parametrize(("release", "problems"), [("2.15.3", 0), ("2.16.0+cu130", 1), ("3.0.0a0", 1)])
+def test_a_torch_newer_than_the_tested_ones_is_a_warning(
+    release: str, problems: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch, "__version__", release)
+    with GraphRuntime() as runtime:
+        found = [problem for problem in runtime.report().problems if "newer" in problem.what]
+    assert len(found) == len(caplog.records) == problems
+    assert all(problem.remedy == "if something fails, install torch 2.15" for problem in found)

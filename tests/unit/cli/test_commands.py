@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 import torch
 from typer.testing import Result
 
+import graphpass
 from graphpass import plan_sizes
+from graphpass.__main__ import main
 from graphpass.cli import benchmark, doctor
 from graphpass.cli.plan import read_sizes
 from graphpass.cli.usermodel import load
@@ -137,11 +140,18 @@ def test_a_hostile_file_name_is_text(command: Command, tmp_path: Path) -> None:
     assert command("plan", file, "--html", tmp_path / "no" / "folder.html").exit_code == 2
 
 
-def test_python_dash_m_is_the_same_app() -> None:
-    from graphpass import __main__
-    from graphpass.cli.app import main
+def test_the_version_is_that_of_the_package(command: Command) -> None:
+    assert command("--version").stdout == f"graphpass {graphpass.__version__}\n"
 
-    assert __main__.main is main
+
+def test_without_typer_the_command_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "graphpass.cli.app", None)
+    monkeypatch.setitem(sys.modules, "typer", None)
+    with pytest.raises(ModuleNotFoundError, match="halted"):  # another module that is missing stays an error
+        main()
+    monkeypatch.delitem(sys.modules, "graphpass.cli.app")
+    with pytest.raises(SystemExit, match=r"pip install 'graphpass\[cli\]'"):
+        main()
 
 
 @pytest.mark.parametrize("name", ["explain", "doctor", "bench", "plan"])
