@@ -1,7 +1,7 @@
-"""Writes what the pages say from the code: ``python docs/generate.py``.
+"""Writes what the pages say from the code: ``python docs/generate.py``, or ``--check`` whether it is fresh.
 
-The guarantees are a committed page. What only repeats the code is written to ``docs/generated``, by each build too: the
-API, the tree of files, and the options, commands and reasons, which pages include.
+The guarantees are a committed page, and so are the tables of options, commands, reasons and packages, each between two
+marks of its page. Only a build writes the API and the tree of files, to ``docs/generated``.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import itertools
 import re
 import sys
 import tomllib
@@ -26,7 +27,7 @@ from graphpass import DispatchReason  # noqa: E402
 from graphpass.capture import CapturePolicy  # noqa: E402
 from graphpass.cli.app import app  # noqa: E402
 from graphpass.options import Settings  # noqa: E402
-from tests.mutations import GUARANTEES, guarantees, mutations  # noqa: E402
+from tests.mutations import GUARANTEES, Guarantee, guarantees, mutations  # noqa: E402
 
 GENERATED = DOCS / "generated"
 PUBLIC_MODULES = (
@@ -54,8 +55,9 @@ GUARANTEES_HEAD = """\
 # What graphpass guarantees
 
 A replay runs what was recorded, at the addresses of the capture. Each line below is a guarantee that prevents a wrong
-answer, with its tests. The code that holds it is marked as a guard; `tox run -e mutate` removes every guard, one at a
-time, and requires its tests to fail. `python docs/generate.py` writes this page from `tests/mutations`.
+answer. The lines of code that hold it are marked as guards; `tox run -e mutate` removes every guard, one at a time, and
+requires its tests to fail. The tests stand below each section. `python docs/generate.py` writes this page from
+`tests/mutations`.
 """
 TREE_HEAD = """\
 # The tree
@@ -75,17 +77,22 @@ def guarantees_page() -> str:
     """Each guarantee with its tests and the number of its guards, from the tables of ``tests/mutations``."""
     sections = tomllib.loads(GUARANTEES.read_text(encoding="utf-8"))
     lines = GUARANTEES_HEAD.splitlines()
-    section = ""
-    for guarantee in guarantees(mutations()):
-        if guarantee.section != section:
-            section = guarantee.section
-            intro = sections[section].get("intro")
-            lines += ["", f"## {section}", "", *([intro, ""] if intro else [])]
-        links = [f"[{test.partition('::')[2]}](../{test.partition('::')[0]})" for test in guarantee.tests]
-        guards = [f"{guarantee.num_guards} guard{'s' * (guarantee.num_guards != 1)}"] * bool(guarantee.num_guards)
-        lines += [f"- {guarantee.text} *{', '.join([*guards, *links])}*"]
+    for section, group in itertools.groupby(guarantees(mutations()), key=lambda guarantee: guarantee.section):
+        intro, entries = sections[section].get("intro"), list(group)
+        lines += ["", f"## {section}", "", *([intro, ""] if intro else [])]
+        lines += [f"{number}. {entry.text}" for number, entry in enumerate(entries, start=1)]
+        lines += ["", f"<details><summary>Tests of: {section}</summary>", ""]
+        lines += [f"{number}. {_tests(entry)}" for number, entry in enumerate(entries, start=1)]
+        lines += ["", "</details>"]
     unseen = [f"- {item}" for item in sections["What it cannot see"]["items"]]
     return "\n".join([*lines, "", "## What it cannot see", "", *unseen]) + "\n"
+
+
+def _tests(guarantee: Guarantee) -> str:
+    """The number of its guards, and the files of its tests."""
+    files = dict.fromkeys(test.partition("::")[0] for test in guarantee.tests)
+    guards = [f"{guarantee.num_guards} guard{'s' * (guarantee.num_guards != 1)}"] * bool(guarantee.num_guards)
+    return ", ".join([*guards, *(f"[{Path(file).stem}](../{file})" for file in files)])
 
 
 def tree_page() -> str:
@@ -106,7 +113,8 @@ def _folders() -> Iterator[tuple[str, list[Path]]]:
 
 def _first_sentence(file: Path) -> str:
     text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-    return " ".join(text.partition("\n\n")[0].split()).partition(". ")[0].rstrip(".")
+    sentence = " ".join(text.partition("\n\n")[0].split()).partition(". ")[0].rstrip(".")
+    return re.sub(r":\w+:`([^`]+)`", r"`\1`", sentence).replace("``", "`")
 
 
 def options_block() -> str:
@@ -173,20 +181,28 @@ def reasons_block() -> str:
     return "\n".join(["| reason | meaning |", "|---|---|", *rows])
 
 
-PAGES: Mapping[str, Callable[[], str]] = {"guarantees.md": guarantees_page}
-NOT_COMMITTED: Mapping[str, Callable[[], str]] = {
-    "generated/api.md": api_page,
-    "generated/commands.txt": commands_block,
-    "generated/options.txt": options_block,
-    "generated/reasons.txt": reasons_block,
-    "generated/tree.md": tree_page,
+def packages_block() -> str:
+    """Each package with the first sentence of its docstring."""
+    rows = [f"| `{folder}` | {_first_sentence(ROOT / folder / '__init__.py')} |" for folder, _ in _folders()]
+    return "\n".join(["| package | holds |", "|---|---|", *rows])
+
+
+BLOCKS: Mapping[str, Callable[[], str]] = {
+    "architecture.md": packages_block,
+    "command_line.md": commands_block,
+    "concepts/keys.md": reasons_block,
+    "options.md": options_block,
 }
+BEGIN, END = "<!-- made by docs/generate.py: begin -->", "<!-- made by docs/generate.py: end -->"
+NOT_COMMITTED: Mapping[str, Callable[[], str]] = {"generated/api.md": api_page, "generated/tree.md": tree_page}
 
 
 def committed() -> Iterator[tuple[Path, str]]:
-    """Each page that is committed, as the code says it."""
-    for name, page in PAGES.items():
-        yield DOCS / name, page()
+    """Each committed page, as the code says it."""
+    yield DOCS / "guarantees.md", guarantees_page()
+    for name, block in BLOCKS.items():
+        before, _, rest = (DOCS / name).read_text(encoding="utf-8").partition(BEGIN)
+        yield DOCS / name, f"{before}{BEGIN}\n\n{block()}\n\n{END}{rest.partition(END)[2]}"
 
 
 def write_not_committed() -> None:
@@ -199,6 +215,9 @@ def write_not_committed() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["--check"]:
+        stale = [path.name for path, text in committed() if path.read_text(encoding="utf-8") != text]
+        sys.exit(f"stale: {', '.join(stale)}; write them: python docs/generate.py" if stale else 0)
     for path, text in committed():
         path.write_text(text, encoding="utf-8")
     write_not_committed()

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 # The programs of the gallery run with small models, in tests/e2e/test_gallery.py.
 GALLERY = ROOT / "docs" / "gallery"
 DOCS = [page for page in sorted((ROOT / "docs").rglob("*.md")) if not {"_build", "generated"} & {*page.parts}]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *DOCS]
+PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "tests" / "README.md", *DOCS]
 # What a block may be: code that runs everywhere or on a GPU only, text, or a directive of the pages' builder.
 KINDS = {"python", "python cuda", "text", "{toctree}", "{eval-rst}", "{include}"}
 
@@ -118,6 +118,12 @@ def test_what_is_made_from_the_code_is_as_the_code_is() -> None:
     made = {name: page() for name, page in generate["NOT_COMMITTED"].items()}
     assert "\n- `graphedmodel.py`: " in made["generated/tree.md"]
     assert set(re.findall(r"automodule:: (\S+)", made["generated/api.md"])) == PUBLIC_NAMES.keys()
+
+
+def test_the_dump_of_how_it_works_is_what_its_program_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    program, dump = blocks_of(ROOT / "docs" / "concepts" / "how_it_works.md")
+    exec(program.text, {"__name__": "how_it_works"})
+    assert capsys.readouterr().out == dump.text + "\n"
 
 
 def test_each_option_and_each_argument_is_described() -> None:
