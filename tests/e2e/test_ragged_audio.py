@@ -1,0 +1,64 @@
+"""The benchmark of clips of random length: its runners written by hand are right, and all of it runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.bench.bucketed_runners import BucketedRunner, HifiGanRunner
+from tests.bench.ragged_audio import SOUNDS, built, first_tensor, main
+
+pytest.importorskip("transformers")
+
+
+def results(name: str, runner_of: type[BucketedRunner] | None = None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Of a runner and of eager, for calls of which some come after a longer one of their bucket."""
+    sound = SOUNDS[name]
+    model = built(sound, small=True)
+    runner = (runner_of or sound.by_hand)(model, sound.buckets(2))
+    with torch.inference_mode():
+        calls = sound.calls(4, longest_s=2, largest=3)
+        found = [runner(**call) for call in calls]
+        expected = [first_tensor(model(**call)) for call in calls]
+    assert len(runner.buckets) < len(calls), "a bucket serves several calls"
+    return found, expected
+
+
+@pytest.mark.parametrize("name", [name for name in SOUNDS if "masked" not in name])
+def test_a_runner_returns_what_eager_does(name: str) -> None:
+    torch.testing.assert_close(*results(name), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in SOUNDS if "masked" in name])
+def test_a_runner_returns_what_eager_does_with_a_mask(name: str) -> None:
+    """At real entries; the benchmark compares no others."""
+    found, expected = results(name)
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape
+        torch.testing.assert_close(one[0], other[0], atol=2e-5, rtol=1e-4)  # the first clip has the batch's length
+
+
+def test_the_ends_of_clips_tell_a_runner_that_hides_nothing() -> None:
+    """A vocoder's convolutions read what lies behind a clip."""
+
+    class HidesNothing(HifiGanRunner):
+        def run(self, clips: torch.Tensor, frames: torch.Tensor) -> Any:
+            return self.model(clips)
+
+    found, expected = results("hifi_gan", HidesNothing)
+    assert any((one - other).abs().max() > 1e-3 for one, other in zip(found, expected, strict=True))
+
+
+def test_the_benchmark_runs_with_a_small_model(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    arguments = ["--small", "--model", "hifi_gan", "--dtype", "float32", "--clips", "3", "--rounds", "2"]
+    main([*arguments, "--json", str(path)])
+    figures = json.loads(path.read_text(encoding="utf-8"))["models"]["hifi_gan"]["float32"]
+    assert figures["is_equal"]
+    assert max(figures["difference"].values()) < 1e-5
+    assert figures["graphs"]["by hand"] <= 3
+    assert figures["over_eager"] == figures["pass_us"]["eager"]["median"] / figures["pass_us"]["graphpass"]["median"]
