@@ -109,6 +109,19 @@ PAGES = {page.name: page for page in (
         "d_model=768, encoder_layers=12, encoder_attention_heads=12, encoder_ffn_dim=3072":
             "d_model=32, encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=64, num_mel_bins=8,"
             " max_source_positions=10, decoder_layers=1, decoder_attention_heads=2"}),
+    GalleryPage("parakeet", "calls", "transformers", {**_BACKEND, "ParakeetEncoderConfig()":
+            "ParakeetEncoderConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,"
+            " subsampling_conv_channels=8)",
+        "(8, 655), (2, 233), (5, 801), (4, 340)": "(2, 233)"}),
+    GalleryPage("dac", "calls", "transformers", {**_BACKEND, "DacConfig()":
+            "DacConfig(encoder_hidden_size=4, downsampling_ratios=[4, 2], decoder_hidden_size=32, n_codebooks=9,"
+            " codebook_size=1024, codebook_dim=4)",
+        "(8, 150), (2, 75), (5, 99), (1, 142)": "(2, 75)"}),
+    GalleryPage("hifi_gan", "calls", "transformers", {**_BACKEND, "SpeechT5HifiGanConfig()":
+            "SpeechT5HifiGanConfig(upsample_initial_channel=32, upsample_rates=(4, 2), upsample_kernel_sizes=(8, 4))",
+        "(8, 300), (2, 155), (5, 222), (1, 480)": "(2, 155)"}),
+    GalleryPage("sentence_embeddings", "calls", "transformers", {**_BACKEND, "BertConfig()": f"BertConfig({_TEXT})",
+        "(12, 44), (31, 64), (6, 30), (18, 52)": "(6, 30)"}),
     GalleryPage("qwen2_5_vl", "images", "transformers", {
         "hidden_size=1280": "hidden_size=32, depth=2, intermediate_size=48, num_heads=2, out_hidden_size=24,"
             " fullatt_block_indexes=[1]",

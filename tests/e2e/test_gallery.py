@@ -15,6 +15,9 @@ from tests.e2e.greedy import continued
 from tests.e2e.one_argument import difference, tensors_of
 from tests.observed import calls_with_graph
 
+#: Their rows in the index come with figures.
+NOT_MEASURED = {"parakeet", "dac", "hifi_gan", "sentence_embeddings"}
+
 
 def check_calls(names: Namespace) -> None:
     model, fast, runtime = names["model"], names["fast"], gp.runtime_of(names["fast"])
@@ -74,8 +77,9 @@ def test_a_program_is_short(page: GalleryPage) -> None:
 
 
 def test_each_page_is_tested_and_has_figures_in_the_index() -> None:
+    """But for those that no GPU has measured yet."""
     assert {path.stem for path in FOLDER.glob("*.md")} == {*PAGES, "index"}
     index = (FOLDER / "index.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| \[(.+?)\]\((\w+)\.md\) \|", index, re.MULTILINE) == [
-        (p.title, p.name) for p in PAGES.values()
+        (p.title, p.name) for p in PAGES.values() if p.name not in NOT_MEASURED
     ]
