@@ -15,8 +15,9 @@ from torch.nn.parameter import is_lazy
 
 from graphpass.callforms import CallForms
 from graphpass.capture.runtime import GraphRuntime, runtime_of, runtime_of_compiler
-from graphpass.capture.scope import ReachedCall, ReachedCallable
+from graphpass.capture.scope import CallObserver, ReachedCall, ReachedCallable
 from graphpass.compat import dynamo, symbolic, trees
+from graphpass.context import ForwardContext, entered
 from graphpass.errors import CaptureError, OptionError
 from graphpass.keys import CUDAGraphMode
 from graphpass.options import Fallbacks, Settings
@@ -287,9 +288,12 @@ def _runtime_and_settings(compiled: Any) -> tuple[GraphRuntime, Settings]:
 
 
 def _reached(runtime: GraphRuntime, compiled: Callable[..., Any], args: Any, kwargs: Any) -> list[ReachedCall]:
-    with runtime.capturing(reaches=True) as scope:
+    observer = CallObserver(runtime)
+    none = CUDAGraphMode.NONE
+    context = ForwardContext(None, none, None, None, None, None, None, None, owner=_BACKEND, observer=observer)
+    with runtime.capturing(), entered(context):
         compiled(*args, **kwargs)
-        return list(scope.reached)
+    return observer.reached
 
 
 def _distinct(reached: Sequence[ReachedCall]) -> dict[ReachedCallable, tuple[Any, ...]]:

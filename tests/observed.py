@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from graphpass import GraphRuntime
+from graphpass.capture.scope import CallObserver, ReachedCall
+from graphpass.context import entered, set_forward_context
 
-__all__ = ["Observed", "calls_with_graph", "reported_regions"]
+__all__ = ["Observed", "calls_with_graph", "reached", "reported_regions"]
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.Size, torch.dtype, torch.device)
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
+
+
+def reached(runtime: GraphRuntime, call: Callable[[], object], **context: Any) -> list[ReachedCall]:
+    """The calls of compiled graphs that ``call`` reaches under this forward context."""
+    observer = CallObserver(runtime)
+    with set_forward_context(**context) as current, entered(dataclasses.replace(current, observer=observer)):
+        call()
+    return observer.reached
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from cgpass.wrappers import CallableGraphs
 from graphpass.capture.pool import device_of
 from graphpass.capture.replay import ReplayPlan, refuse_transforms
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.capture.scope import CaptureScope, EnteredCallable, ReachedCall
+from graphpass.capture.scope import CallObserver, ReachedCall
 from graphpass.capture.settings import restoring
 from graphpass.compat import dynamo, memory, operators, saving, sideeffects, trees
 from graphpass.compile import CompiledRegion, RegionTrace, WaitingFunction
@@ -120,15 +120,16 @@ class GraphedCallable:
             return self._transformed(context, args)
         if self._waiting:
             self._compile_waiting(context)
-        if context is None or context.capture is not None or context.owner is not None:
+        if context is None or context.capture is not None:
             return self._without_user_context(context, args)
-        scope = self.runtime.scopes.current()
-        if scope is not None and scope.stops_at_entry:
-            raise EnteredCallable(self, args)
-        if context.observer is not None:
-            context.observer.entering(self, args)
+        observer = context.observer
+        observer = observer if observer is not None and observer.runtime is self.runtime else None
+        if observer is not None:
+            observer.entering(self, args)
+        elif context.owner is not None:
+            return self._without_user_context(context, args)
         if not context.runtime_mode:
-            return self._record_call(scope, context, args, self._stitched(*args))
+            return self._observed(observer, args, self._stitched(*args))
         if context.runtime_mode not in self._modes:
             raise ContextError(
                 f"{self.name} was not built for runtime mode {context.runtime_mode}",
@@ -149,10 +150,10 @@ class GraphedCallable:
             )
         assert context.batch_descriptor is not None, "PIECEWISE and FULL come with a descriptor"
         self._sizes.check(context.batch_descriptor, args)
-        if full and scope is None:
-            return self._record_call(None, context, args, self._graphs.full.call_flat(context, args))
+        if full and observer is None:
+            return self._graphs.full.call_flat(context, args)
         outputs, plan = self._graphs.whole(context, args) if full else self._graphs.piecewise(context, args)
-        return self._record_call(scope, context, args, outputs, plan)
+        return self._observed(observer, args, outputs, plan)
 
     def _compile_waiting(self, context: ForwardContext | None) -> None:
         """Compile what has waited for a second call, or for a call that needs it now."""
@@ -190,22 +191,12 @@ class GraphedCallable:
     def _as_traced(self, args: tuple[Any, ...]) -> Any:
         return self.partition.bind({r.name: r.graph_module.forward for r in self.partition.regions})(*args)
 
-    def _record_call(
-        self,
-        scope: CaptureScope | None,
-        context: ForwardContext | None,
-        args: tuple[Any, ...],
-        outputs: Any,
-        plan: ReplayPlan | None = None,
+    def _observed(
+        self, observer: CallObserver | None, args: tuple[Any, ...], outputs: Any, plan: ReplayPlan | None = None
     ) -> Any:
-        """Tell the scope and the context's observer of a call that has run; returns its outputs."""
-        observer = None if context is None else context.observer
-        if scope is not None or observer is not None:
-            reached = ReachedCall(self, args, tuple(trees.flatten(outputs)[0]), plan)
-            if scope is not None:
-                scope.reached.append(reached)
-            if observer is not None:
-                observer.returned(reached)
+        """Tell the context's observer of a call that has run; returns its outputs."""
+        if observer is not None:
+            observer.reached.append(ReachedCall(self, args, tuple(trees.flatten(outputs)[0]), plan))
         return outputs
 
     def _without_user_context(self, context: ForwardContext | None, args: tuple[Any, ...]) -> Any:
@@ -215,11 +206,8 @@ class GraphedCallable:
         if context is not None:  # set by the dispatcher of an enclosing callable, which holds the pool lease
             with without_context():
                 return self._without_user_context(None, args)
-        scope = self.runtime.scopes.current()
-        if scope is not None and scope.reaches:
-            return self._record_call(scope, None, args, self._stitched(*args))
         if self._auto is not None:
-            return self._auto.call(args, scope)
+            return self._auto.call(args, self.runtime.scopes.current())
         for seen, position, dim in self._seen:
             seen[args[position].shape[dim]] += 1
         self._runs_without_graph += 1

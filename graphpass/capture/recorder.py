@@ -55,7 +55,7 @@ _log = logging.getLogger("graphpass")
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
 _METHODS = (types.FunctionType, classmethod, staticmethod, property, functools.cached_property)
 # Fields that identify the graph and its dispatcher; `num_tokens` is the key's padded count during capture.
-_OF_THE_KEY = frozenset({"runtime_mode", "batch_descriptor", "num_tokens", "owner"})
+_OF_THE_KEY = frozenset({"runtime_mode", "batch_descriptor", "num_tokens", "owner", "observer"})
 _OUT_OF_MEMORY = "capture fewer or smaller sizes (capture_sizes, max_graphs; a manager: capture(max_bytes=...))"
 _SPLIT = "run it eagerly to see whether the region itself fails; list an op that cannot be captured in splitting_ops"
 _FULL_HOLDS_IT = (
@@ -176,9 +176,10 @@ class Recorder:
         start_s = time.perf_counter()
         leaves = self.call.leaves
         static, inputs, pattern = self._inputs(device.device, context)
-        # keep_results and prepare apply to FULL graphs only: the outputs of a region go to the next region.
-        scope = self.runtime.scopes.current() if self.mode is CUDAGraphMode.FULL else None
-        keep_results = None if scope is None else scope.keep_results
+        # Only of FULL graphs: the outputs of a region go to the next region.
+        observer = context.observer if self.mode is CUDAGraphMode.FULL else None
+        observer = observer if observer is not None and observer.runtime is self.runtime else None
+        keep_results = None if observer is None else observer.keep_results
         body = _Body(self.name, self.runnable, self.call.spec, inside, self._graph_inputs(inputs), keep_results)
         log = ReadLog()
         generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
@@ -195,8 +196,8 @@ class Recorder:
             if sum(spent_s):  # that run does not tell how long one takes
                 with restoring(mutated, generators, device.device):
                     run_seconds = device.warm_up(body)
-            if scope is not None and scope.prepare is not None:
-                scope.prepare()
+            if observer is not None:
+                observer.prepare()
             with restoring(mutated, generators, device.device):
                 log.is_open = True
                 graph, recorded, cost = self._measured(device, body, generators, context, run_seconds)

@@ -91,13 +91,12 @@ class GraphRuntime:
     # -- what users call ------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def capturing(self, *, reaches: bool = False, by_calls: bool = True) -> Iterator[CaptureScope]:
+    def capturing(self, *, by_calls: bool = True) -> Iterator[CaptureScope]:
         """Allow this thread's calls to capture keys that have no graph yet, in the body of the ``with``.
 
         Objects that exist on entry are frozen (``gc.freeze``) for the body; the garbage collector runs on exit.
 
         Args:
-            reaches: run calls without a forward context without graphs, and list the callables they reach in the scope.
             by_calls: calls of compiled functions will replay the graphs: warn if one of them would reach a compilation
                 that has none. A manager, which replays without Dynamo, does not need that.
 
@@ -106,7 +105,6 @@ class GraphRuntime:
         """
         memory.refuse_inside_capture(self.lease.device or torch.device("cuda"), "capturing()")
         with self.scopes.opened() as scope:
-            scope.reaches = reaches
             try:
                 with frozen_objects():
                     yield scope
@@ -130,7 +128,6 @@ class GraphRuntime:
             try:
                 yield scope
             finally:
-                scope.reached.clear()
                 gc.collect()  # while older objects are still frozen, so that only the body's objects are traversed
 
     @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """When graphs are captured: a wrapper's policy, and scopes, which permit one thread to capture.
 
-A scope also records the callables that the calls of its thread reach.
+Which graphs a call reaches is seen by the observer that its forward context names.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -70,7 +70,7 @@ class ReachedCallable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReachedCall:
-    """One call of a callable inside a scope, or under an observer."""
+    """One call of a callable under an observer."""
 
     callable: ReachedCallable
     args: tuple[Any, ...]  #: its flat arguments
@@ -78,30 +78,28 @@ class ReachedCall:
     plan: ReplayPlan | None  #: the plan that replays it; None if it ran without a graph, or a part of it did
 
 
-class CallObserver(Protocol):
-    """Sees every call of a graph in a forward whose context names it; it gives no permission to capture."""
+class CallObserver:
+    """Sees the calls of a runtime's graphs in forwards whose context names it; it gives no permission to capture."""
+
+    def __init__(self, runtime: object) -> None:
+        self.runtime = runtime
+        self.reached: list[ReachedCall] = []  #: the calls that have returned, in order
 
     def entering(self, callable_: ReachedCallable, args: tuple[Any, ...]) -> None:
         """Called before a graph runs or is captured, with its flat arguments; an error prevents that."""
 
-    def returned(self, call: ReachedCall) -> None:
-        """Called after it has run."""
+    def prepare(self) -> object:
+        """Restore what the model reads besides its arguments, before the recording of each FULL capture."""
+
+    def keep_results(self, outputs: list[Any]) -> list[Any]:
+        """The flat outputs of a FULL graph, of those in its warm-up and recording; may copy them out of the pool."""
+        return outputs
 
 
 @dataclass(slots=True)
 class CaptureScope:
     """State of one ``with runtime.capturing():``."""
 
-    reached: list[ReachedCall] = field(default_factory=list)  #: the calls of callables, in order
-    #: called with the flat outputs of each FULL capture, in warm-up and recording; returns the flat outputs that the
-    #: graph returns. The function may copy results into memory outside the pool.
-    keep_results: Callable[[list[Any]], list[Any]] | None = None
-    #: called between the warm-up and the recording of each FULL capture, to restore state that the model reads besides
-    #: its arguments
-    prepare: Callable[[], object] | None = None
-    #: callables raise :class:`EnteredCallable` instead of running: which one a call reaches, without side effects
-    stops_at_entry: bool = False
-    reaches: bool = False  #: a call without a forward context runs without graphs and is added to ``reached``
     #: the auto dispatcher opened the scope, for one call. A region whose capture fails then runs without a graph, and
     #: its error is added to ``failures``.
     is_automatic: bool = False
@@ -115,15 +113,6 @@ class Permission(enum.Enum):
     AUTOMATIC = "the dispatcher of a callable, for one call"
     LAZY = "the option lazy_capture"
     NEVER = "nobody"
-
-
-class EnteredCallable(Exception):  # noqa: N818 - control flow, like StopIteration
-    """Control flow, no error: a callable was reached, with these flat arguments, in a scope that stops at entry."""
-
-    def __init__(self, reached: ReachedCallable, args: tuple[Any, ...]) -> None:
-        super().__init__(reached, args)
-        self.reached = reached
-        self.args = args
 
 
 class CaptureScopes:

@@ -11,18 +11,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeAlias
 
 from graphpass.capture.cuda import PROCESS_MEMORY, total_bytes
 from graphpass.capture.replay import ContextReads, ReplayPlan
-from graphpass.capture.scope import CaptureScope
 from graphpass.capture.settings import replay_settings
 from graphpass.compat import trees
 from graphpass.dispatch.owngraphs import NO_ROOM, CaptureBytes, OwnGraph, OwnGraphs, bytes_allowed, due, is_faster
+from graphpass.engine.batch import fields_named
 from graphpass.engine.buffers import PaddedInputs, RealInputs, Sizes
-from graphpass.engine.model import Model, fields_named, nothing_reached
-from graphpass.engine.recipe import Recipe, StepResults, leaf_sources
+from graphpass.engine.model import GraphChecks, Model, nothing_reached
+from graphpass.engine.recipe import Reached, Recipe, StepResults, leaf_sources
 from graphpass.engine.stats import keys_by_group
 from graphpass.errors import CaptureError, StaticInputError
 from graphpass.keys import CUDAGraphMode
@@ -296,65 +295,36 @@ class CapturedKeys:
     def _captured(self, key: Key) -> CapturedKey:
         """Capture one key inside an open capture scope."""
         mode, descriptor = key
-        model, recipe = self._model, self._model.recipe()
-        inputs = self._inputs.at(model.sizes_of(descriptor))
+        model, inputs = self._model, self._inputs.at(self._model.sizes_of(descriptor))
         before, started = self._memory.reading(), time.perf_counter()
-        with self._scope_of(key, recipe, inputs) as scope:
-            assert scope.prepare is not None
-            metadata = scope.prepare()
-            context = model.context(metadata, inputs, mode, descriptor, descriptor.num_tokens)
-            with (
-                context,
-                model.hooked(mode),
-                fields_named(model.attention, metadata),
-                model.learning_writes(scope, inputs),
-            ):
-                recipe = model.recipe()
-                result = model.compiled(**inputs.arguments)
-                model.save_call(inputs, scope.reached)  # guard: saved_calls_of_sizes
-        if not scope.reached:
+        calls = _Capture(model, inputs, key)
+        metadata, reached = calls.prepare(), calls.reached
+        context = model.context(metadata, inputs, mode, descriptor, descriptor.num_tokens, observer=calls)
+        with context, model.hooked(mode), fields_named(model.attention, metadata), model.learning_writes(inputs):
+            recipe = model.recipe()
+            result = model.compiled(**inputs.arguments)
+            model.save_call(inputs, reached)  # guard: saved_calls_of_sizes
+        if not reached:
             raise nothing_reached(f"{mode} {descriptor}")
-        model.check_graphs(scope.reached, inputs)  # guard: manager_mixing_of_sizes
         # The graph for this size may have side effects in Python that the graph of the first run did not have.
         # guard: manager_side_effects_of_sizes
-        is_direct = recipe.why_through_dynamo is None and not any(c.callable.side_effects for c in scope.reached)
-        without_dynamo = self._without_dynamo(mode, scope, recipe, inputs, result) if is_direct else {}
-        scope.reached.clear()  # release the results, which keep pool memory alive
+        is_direct = recipe.why_through_dynamo is None and not any(c.callable.side_effects for c in reached)
+        without_dynamo = self._without_dynamo(mode, reached, recipe, inputs, result) if is_direct else {}
+        reached.clear()  # release the results, which keep pool memory alive
         del result
         seconds = time.perf_counter() - started
         cost = CapturedGraph(mode, descriptor, seconds, self._memory.reading() - before)
         return CapturedKey(inputs, recipe, cost, **without_dynamo)
 
-    @contextlib.contextmanager
-    def _scope_of(self, key: Key, recipe: Recipe, inputs: PaddedInputs) -> Iterator[CaptureScope]:
-        """The open capture scope, whose FULL captures prepare inputs and keep results for this key."""
-        scope, hooks = self._runtime.scopes.current(), self._model.hooks
-        assert scope is not None, "a capture outside of a capture scope"
-        model = self._model
-
-        def end(flat: list[Any]) -> list[Any]:
-            if hooks is not None:
-                hooks.join_after_forward()
-            # What the graph of this key writes, and whether Python runs beside it, is known by now.
-            return model.recipe().keep(inputs, flat) if model.recipe().why_through_dynamo is None else flat
-
-        scope.reached.clear()
-        scope.prepare = partial(self._model.prepared, inputs, key[1], key[0])
-        scope.keep_results = end if recipe.why_through_dynamo is None or hooks else None
-        try:
-            yield scope
-        finally:
-            scope.prepare = scope.keep_results = None
-
     def _without_dynamo(
-        self, mode: CUDAGraphMode, scope: CaptureScope, recipe: Recipe, inputs: PaddedInputs, result: Any
+        self, mode: CUDAGraphMode, reached: Reached, recipe: Recipe, inputs: PaddedInputs, result: Any
     ) -> dict[str, Any]:
         """The fields of a captured key whose steps do not go through Dynamo."""
         leaves, spec = trees.flatten(result)
-        if spec != recipe.spec or recipe.sources != leaf_sources(leaves, scope.reached, inputs):
+        if spec != recipe.spec or recipe.sources != leaf_sources(leaves, reached, inputs):
             raise recipe.other_structure(str(spec))
         self._model.find_modules()
-        call = scope.reached[0]
+        call = reached[0]
         state = self._states.get(call.callable)
         if state is None or not state.matches_modules(self._model.modules):
             state = self._model.state_of(call.args)
@@ -556,6 +526,24 @@ class CapturedKeys:
         self._unused.clear()
         self._dispatcher.forget_captured()
         self._runtime.close()
+
+
+class _Capture(GraphChecks):
+    """Observes the capture of a key: prepares its inputs, and keeps the results of a FULL graph in the buffers."""
+
+    def __init__(self, model: Model, inputs: PaddedInputs, key: Key) -> None:
+        super().__init__(model, inputs)
+        self._key = key
+
+    def prepare(self) -> Any:
+        mode, descriptor = self._key
+        return self._model.prepared(self._inputs, descriptor, mode)
+
+    def keep_results(self, outputs: list[Any]) -> list[Any]:
+        if self._model.hooks is not None:
+            self._model.hooks.join_after_forward()
+        recipe = self._model.recipe()  # what the graph writes, and whether Python runs beside it, is known by now
+        return recipe.keep(self._inputs, outputs) if recipe.why_through_dynamo is None else outputs
 
 
 def _flat(outputs: Any) -> Sequence[Any]:

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.capture.scope import CallObserver, CaptureScope, EnteredCallable, ReachedCall, ReachedCallable
+from graphpass.capture.scope import CallObserver, ReachedCall, ReachedCallable
 from graphpass.capture.settings import replay_settings, restoring
 from graphpass.capture.staging import storage_id
 from graphpass.compat import nnmodules, trees
-from graphpass.context import ForwardContext, entered
+from graphpass.context import ForwardContext, current_context, entered
 from graphpass.dispatch.dispatcher import CudagraphDispatcher
-from graphpass.engine.batch import AttentionMetadataBuilder, ForwardHooks
+from graphpass.engine.batch import AttentionMetadataBuilder, ForwardHooks, fields_named, missing_field
 from graphpass.engine.buffers import InputBuffers, PaddedInputs, Sizes
 from graphpass.engine.recipe import (
     FollowedSizes,
@@ -37,7 +37,7 @@ from graphpass.engine.recipe import (
     result_buffers,
 )
 from graphpass.engine.uncompiled import ProvedUncompiled, proved_uncompiled
-from graphpass.errors import CaptureError, ContextError, OptionError, did_you_mean
+from graphpass.errors import CaptureError, OptionError, did_you_mean
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.ladder.modelstate import (
     ModelState,
@@ -216,7 +216,7 @@ class Model:
             return metadata["slot_mapping"] if isinstance(metadata, Mapping) else metadata.slot_mapping
         except (AttributeError, KeyError) as error:
             place = "the manager reads it for the forward context"
-            raise _missing(self.attention, metadata, "slot_mapping", place) from error
+            raise missing_field(self.attention, metadata, "slot_mapping", place) from error
 
     def hooked(self, mode: CUDAGraphMode) -> contextlib.AbstractContextManager[None]:
         """The hooks' context manager for one forward in this mode; does nothing without hooks."""
@@ -242,7 +242,7 @@ class Model:
             yield
 
     @contextlib.contextmanager
-    def learning_writes(self, scope: CaptureScope, inputs: PaddedInputs) -> Iterator[None]:
+    def learning_writes(self, inputs: PaddedInputs) -> Iterator[None]:
         """Add what a graph of these inputs writes to the recipe, before a capture of it in the body; undo the writes.
 
         The graph of the first run may have written less, or to tensors that were replaced since, or have been the whole
@@ -253,7 +253,7 @@ class Model:
             yield
             return
         with restoring(self._small_buffers(), [], self.inputs.device):  # Python state is restored after all captures
-            calls = self._first_entry(scope, inputs)
+            calls = self._first_entry(inputs)
         is_split = not self.is_whole(calls)
         state, generators = self._changed_by(calls, inputs, is_split=is_split)
         names, first = self._written_inputs(calls, inputs), set(map(id, recipe.state[: recipe.num_state]))
@@ -384,12 +384,14 @@ class Model:
         """
         inputs, none = self.inputs.at(sizes), CUDAGraphMode.NONE
         metadata = self.prepared(inputs, BatchDescriptor(sizes["num_tokens"]), none)
-        context = self.context(metadata, inputs, none, None, sizes["num_tokens"])
-        with self.runtime.scopes.opened() as scope, context, fields_named(self.attention, metadata):
+        observer = CallObserver(self.runtime)
+        reached = observer.reached
+        context = self.context(metadata, inputs, none, None, sizes["num_tokens"], observer=observer)
+        with self.runtime.scopes.opened(), context, fields_named(self.attention, metadata):
             # Python code of the model may run before its first graph.
             # guard: manager_first_entry
             with restoring(self._small_buffers(), [], self.inputs.device), restoring_python_state(self.modules):
-                first = self._first_entry(scope, inputs)
+                first = self._first_entry(inputs)
             changed = self._changed_by(first, inputs, is_split=not self.is_whole(first))
             with restoring(*changed, self.inputs.device), restoring_python_state(self.modules) as state:
                 for call in first:
@@ -398,33 +400,33 @@ class Model:
                     versions = versions_of(inputs.arguments)
                     result = self.compiled(**inputs.arguments)
                     written = written_since(inputs.arguments, versions)
-                    if not scope.reached:
+                    if not reached:
                         raise nothing_reached(f"{sizes['num_tokens']} tokens")
-                    self.save_call(inputs, scope.reached)
-                    for call in scope.reached:
+                    self.save_call(inputs, reached)
+                    for call in reached:
                         refuse_side_effects(call.callable.side_effects, state)
                     # guard: manager_kept_between_graphs
                     refuse_stored_tensors(state, {id(tensor) for tensor in self._buffers()})
-                    if self.hooks is not None and len(scope.reached) != 1:
-                        found = f"a model of {len(scope.reached)} graphs"
+                    if self.hooks is not None and len(reached) != 1:
+                        found = f"a model of {len(reached)} graphs"
                         raise _not_with_offloading(found, "a model without graph breaks")
-                    if len(scope.reached) > most_graphs:
+                    if len(reached) > most_graphs:
                         return None
-                    return self._recipe_of(inputs, result, scope.reached, written)
+                    return self._recipe_of(inputs, result, reached, written)
 
-    def _first_entry(self, scope: CaptureScope, inputs: PaddedInputs) -> Reached:
+    def _first_entry(self, inputs: PaddedInputs) -> Reached:
         """Call the model up to the entry of its first graph, the only call; empty if it enters no graph."""
-        scope.stops_at_entry = True
+        context, first = current_context(), _FirstEntry(self.runtime)
+        assert context is not None, "a call of the model without a forward context"
         try:
-            self.compiled(**inputs.arguments)
-        except EnteredCallable as entered:
-            return [ReachedCall(entered.reached, entered.args, (), None)]
+            with entered(replace(context, observer=first)):
+                self.compiled(**inputs.arguments)
+        except _Entered:
+            pass
         except TypeError as error:
             _refuse_names(self._model, list(inputs.arguments), error)
             raise
-        finally:
-            scope.stops_at_entry = False
-        return []
+        return first.reached
 
     def _changed_by(
         self, calls: Reached, inputs: PaddedInputs, *, is_split: bool
@@ -486,71 +488,33 @@ class Model:
         return None
 
 
-class GraphChecks:
-    """Observes one step through Dynamo, and checks each graph before it runs.
+class _Entered(Exception):  # noqa: N818 - control flow, like StopIteration
+    """A call has come to its first graph."""
 
-    A model whose code has changed since the capture is compiled again in a step, and that graph is new.
+
+class _FirstEntry(CallObserver):
+    """Ends a call at its first graph, before that runs: which one a call reaches, without side effects."""
+
+    def entering(self, callable_: ReachedCallable, args: tuple[Any, ...]) -> None:
+        self.reached.append(ReachedCall(callable_, args, (), None))
+        raise _Entered
+
+
+class GraphChecks(CallObserver):
+    """Observes one step through Dynamo or one capture, and checks each graph before it runs.
+
+    A model whose code has changed since the capture is compiled again in a step, and that graph is new. So is one that
+    only some sizes have.
     """
 
     def __init__(self, model: Model, inputs: PaddedInputs) -> None:
+        super().__init__(model.runtime)
         self._model, self._inputs = model, inputs
-        self._reached: list[ReachedCall] = []
 
     def entering(self, callable_: ReachedCallable, args: tuple[Any, ...]) -> None:
         """Check a graph that is about to run, together with those before it."""
-        self._model.check_graphs([*self._reached, ReachedCall(callable_, args, (), None)], self._inputs)
-
-    def returned(self, call: ReachedCall) -> None:
-        """Keep a call whose outputs a later graph may read."""
-        self._reached.append(call)
-
-
-class fields_named:  # noqa: N801 - a context manager, named like one
-    """Translate the error of an op that reads a missing field of ``metadata`` into a ContextError with the builder."""
-
-    __slots__ = ("_builder", "_metadata")
-
-    def __init__(self, builder: AttentionMetadataBuilder | None, metadata: Any) -> None:
-        self._builder, self._metadata = builder, metadata
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is None or self._metadata is None:
-            return
-        for cause in _chain(error):
-            field = _field_of(cause, self._metadata)
-            if field is not None:
-                place = nnmodules.place_of_failure(cause) or "read while the model runs"
-                raise _missing(self._builder, self._metadata, field, place) from error
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and its causes, the latest first."""
-    seen: set[int] = set()
-    following: BaseException | None = error
-    while following is not None and id(following) not in seen:
-        seen.add(id(following))
-        yield following
-        following = following.__cause__ or following.__context__
-
-
-def _field_of(error: BaseException, metadata: Any) -> str | None:
-    """The missing field of ``metadata`` that ``error`` names; None if the error has another reason."""
-    if isinstance(error, AttributeError) and error.obj is metadata:  # guard: manager_metadata_fields
-        return str(error.name)
-    is_key = isinstance(error, KeyError) and isinstance(metadata, Mapping) and len(error.args) == 1
-    return str(error.args[0]) if is_key and error.args[0] not in metadata else None
-
-
-def _missing(builder: object, metadata: Any, field: str, place: str) -> ContextError:
-    return ContextError(
-        f"attention metadata has no field {field!r}",
-        expected=f"{type(builder).__name__}.build() to return every field that the model's attention reads",
-        found=f"a {type(metadata).__name__} without it; {place}",
-        remedy=f"add {field!r} to {type(metadata).__name__}, for steps with a key and without",
-    )
+        # guard: manager_mixing_of_sizes
+        self._model.check_graphs([*self.reached, ReachedCall(callable_, args, (), None)], self._inputs)
 
 
 def _written_by(call: ReachedCall) -> list[Any]:

@@ -27,6 +27,7 @@ import graphpass as gp
 from graphpass.capture.replay import ReplayPlan
 from graphpass.compat import memory
 from tests.bench.timing import Timing, environment, gpu_or_cpu, interleaved, parser_of, table_of, write_json
+from tests.observed import reached
 
 FULL, PIECEWISE = gp.CUDAGraphMode.FULL, gp.CUDAGraphMode.PIECEWISE
 NUM_STATIC = 300
@@ -127,12 +128,9 @@ def _inside_a_plan(device: torch.device) -> dict[str, Check]:
         options=cgpass.options(mode="PIECEWISE", splitting_ops=["aten::flip"], compiler="eager", runtime=runtime),
     )
     x, y = (torch.randn(WIDTH, WIDTH, device=device) for _ in range(2))
-    with (
-        runtime.capturing() as scope,
-        gp.set_forward_context(runtime_mode=PIECEWISE, batch_descriptor=KEY) as context,
-    ):
-        compiled(x, y)
-        call = scope.reached[-1]
+    with runtime.capturing():
+        (call,) = reached(runtime, lambda: compiled(x, y), runtime_mode=PIECEWISE, batch_descriptor=KEY)
+    context = gp.set_forward_context(runtime_mode=PIECEWISE, batch_descriptor=KEY)._context
     assert call.plan is not None
     return {"inside a plan: all that is asked ahead of the replays": partial(_ask, call.plan, list(call.args), context)}
 

@@ -18,6 +18,7 @@ from graphpass.compat import memory
 from graphpass.context import set_forward_context
 from graphpass.errors import CaptureError, ShapeError
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
+from tests.observed import reached
 
 X = torch.arange(8.0)
 KEY, FOUR = BatchDescriptor(8), BatchDescriptor(4)
@@ -181,14 +182,12 @@ def compiled_call(mode: gp.CUDAGraphMode) -> Callable[[], Any]:
     options = cgpass.options(splitting_ops=["aten::flip"], compiler="eager", runtime=runtime)
     compiled = torch.compile(Layers().eval(), backend="cgpass", options=options)
     x, y = torch.randn(4, 4), torch.randn(4, 4)
-    with gp.set_forward_context(runtime_mode=mode, batch_descriptor=FOUR), runtime.capturing() as scope:
-        compiled(x, y)
-        (call,) = scope.reached
-        reached, args = call.callable, call.args
+    with runtime.capturing():
+        (call,) = reached(runtime, lambda: compiled(x, y), runtime_mode=mode, batch_descriptor=FOUR)
 
     def step() -> Any:
         with gp.set_forward_context(runtime_mode=mode, batch_descriptor=FOUR):
-            return reached.call(args)
+            return call.callable.call(call.args)  # type: ignore[attr-defined]
 
     return step
 

@@ -18,6 +18,7 @@ from torch import nn
 import graphpass as gp
 from graphpass import BatchDescriptor, GraphRuntime, runtime_of
 from graphpass.errors import ContextError
+from tests.observed import reached
 from tests.unit.cgpass.attended import ATTEND, FULL, Attended, Make, expected_counts
 from tests.unit.compiled import BOTH, Compiled, agrees
 from tests.unit.models import module
@@ -116,12 +117,13 @@ def test_after_a_reset_the_old_callables_go_and_the_runtime_captures_again(keyed
     fast = keyed(Attended())
     gone: list[weakref.ref[Any]] = []
     for round_ in range(2):
-        with fast.rt.capturing() as scope:
+        with torch.no_grad(), fast.rt.capturing():
             for mode in BOTH:
-                fast.at(mode, 4, torch.randn(4, 6))
-            gone += [weakref.ref(reached.callable) for reached in scope.reached]
-        scope.reached.clear()
-        del scope
+                calls = reached(
+                    fast.rt, lambda: fast.fast(torch.randn(4, 6)), runtime_mode=mode, batch_descriptor=fast.key(4)
+                )
+                gone += [weakref.ref(call.callable) for call in calls]
+        del calls
         fast.check()
         for mode in BOTH:
             assert fast.tally(mode) == expected_counts(mode, 4, (1, 2), graph=f"g{round_}")
