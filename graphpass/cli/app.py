@@ -220,8 +220,8 @@ def plan(
 ) -> Result:
     """Choose capture sizes for the traffic that was seen, beside doubling and fixed strides.
 
-    TRAFFIC is JSON: {"size": count}, a list of sizes, or an object whose field "histogram" is one of these, as stats()
-    has; or CSV: size,count or one size a line. The planned sizes are optimal: no other sizes of that number pad less.
+    TRAFFIC is JSON: {"size": count}, a list of sizes, or an object whose field "histogram" is one of these; or CSV:
+    size,count or one size a line. The planned sizes are optimal: no other sizes of that number pad less.
     Bytes of sizes that the file does not list are interpolated.
 
     \b

@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 import graphpass as gp
 from graphpass import BatchDescriptor, CudagraphDispatcher, CUDAGraphMode, GraphRuntime
 
-GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "own_loop.md"
+GUIDE = Path(__file__).parents[3] / "docs" / "manager.md"
 SIZES = [1, 2, 4, 8]
 Made = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 
@@ -39,7 +39,7 @@ def captures_and_replays(rt: GraphRuntime) -> dict[tuple[str, BatchDescriptor], 
 
 
 def test_the_guides_loop_as_printed() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
+    code = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)[-1]
     loop, served = code.split("    step = dispatcher.dispatch(")
     served = "    step = dispatcher.dispatch(" + served.split("\n\nwith torch.no_grad()")[0]
     names: dict[str, Any] = {"torch": torch, "graphpass": gp, "device": "cpu"}
