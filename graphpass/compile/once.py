@@ -333,7 +333,7 @@ def _compiled(
         inputs = inputs_within(examples, bounds, sizes)
         if inputs is None or (written is not None and written.defeat_compilers(inputs.values)):
             return None
-        again = trace(region) if trace and reader and reader.changed else None
+        again = trace(region) if trace and reader and reader.changed else None  # guard: made_in_variants
         shown = [] if again is None else [TraceOnce(again, graph_module)]
         with dynamo.tracing_with(inputs.fake_mode):
             copy = own_copy(graph_module, keep_shapes=False)
@@ -365,5 +365,5 @@ def _compiled(
         size_position=position,
         sized=tuple(artifact for artifact in sized if artifact is not None),
         guards=structure.canonical(added),
-        tuned=None if tuning is None else TunedRegion(tuning, computed, examples, within),
+        tuned=None if tuning is None else TunedRegion(tuning, computed, examples, within),  # guard: tuned_with_made
     )

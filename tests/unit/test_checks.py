@@ -24,6 +24,11 @@ def test_integers_of_other_types_become_ints(value: object) -> None:
         positive(value, "a size", at_least=5, remedy="raise it")
 
 
+@pytest.mark.parametrize("_", range(2))
+def test_each_test_draws_the_numbers_of_one_seed(_: int) -> None:
+    assert torch.equal(torch.randn(4), torch.randn(4, generator=torch.Generator().manual_seed(0)))
+
+
 def test_ints() -> None:
     assert is_integer(0, at_least=0)
     assert not is_integer(0, at_least=1)

@@ -243,6 +243,14 @@ def test_a_pair_without_pieces_runs_listed_ops_without_a_graph_until_it_has_them
     assert rt.stats().replayed > 0
 
 
+@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"])
+def test_a_pair_without_listed_ops_captures_the_whole_graph(mode: str, rt: GraphRuntime) -> None:
+    fast = Compiled(rt, lambda x: (x + 1).relu(), mode=mode, dispatch="auto")
+    assert fast.serve([4], passes=3) == 1
+    assert {used for _, used, _ in rt.counts()} == {CUDAGraphMode.FULL}
+    assert fast.problems == ()
+
+
 def test_a_context_still_gets_full_graphs_of_splitting_ops(keyed: Make) -> None:
     STATE.update(calls=0, seen=[])
     fast = keyed(counting, dynamic=None, splitting_ops=["cgpasstest::stateful"], dispatch="auto")

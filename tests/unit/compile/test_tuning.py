@@ -17,14 +17,15 @@ import graphpass as gp
 from cgpass import pipeline
 from cgpass.auto import AutoDispatcher
 from graphpass.capture import recorder
-from graphpass.compat import symbolic
+from graphpass.compat import dynamo, symbolic
 from graphpass.compile import once, tuning
 from graphpass.compile.compilers import Compiler
 from graphpass.errors import OptionError
 from graphpass.report.records import TunedRange
 from tests.unit.compile.tuned import AUTOTUNE, COMBO, DESCENT, PDL, Bench, Captured, captured, layer, notes, tuned
+from tests.unit.compiled import Compiled
 from tests.unit.encoder import toy
-from tests.unit.models import module
+from tests.unit.models import linear, module
 
 
 def fake_matrix(*, lowest: int) -> torch.Tensor:
@@ -70,6 +71,7 @@ def test_the_choice_runs_in_graphs_and_without_them(bench: Bench, rt: gp.GraphRu
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
+OF_16: Any = {"capture_sizes": [16], "dynamic_dims": {"x": 0}}
 LARGER = "its results are further from those in a wide type"
 UNSTEADY = "30 replays over equal inputs did not give equal bits"
 
@@ -315,6 +317,28 @@ def test_equal_regions_are_tuned_once(bench: Bench, rt: gp.GraphRuntime) -> None
     captured(module(deep, layers=layers), rt, splitting_ops=["compiletest::cut"])
     assert [(found.region, found.settings) for found in tuned(rt)] == [("g0.r0", COMBO)]
     assert len(bench.compiled) == 4
+
+
+def test_what_is_made_of_padding_is_in_each_variant_and_in_the_run_in_a_wide_type(
+    bench: Bench, rt: gp.GraphRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call that tunes has 13 rows in a graph for 16: without the insertions a wide type would show an error."""
+
+    def compile_it(graph: Any, examples: Any, *show: Any, settings: Any = ()) -> Any:
+        return bench.compile(dynamo.aot_eager(graph, examples, *show), examples, settings=settings)
+
+    monkeypatch.setattr(once, "compiler_named", lambda name: Compiler(compile_it, opaque=True, functionalizes=True))
+    bench.replay_s, bench.scaled = {(PDL,): 0.5, (DESCENT,): 0.9}, {(PDL,): 1.001}
+    model = module(lambda self, x: self.linear(x).mean(0), linear=linear(4)).eval()
+    fast = Compiled(rt, model, compiler="inductor", dispatch="auto", dynamic=True, tune="measure", **OF_16)
+    calls = [(torch.randn(rows, 4),) for rows in (13, 13, 9, 14, 16)]
+    assert fast.serve(calls, passes=2) == len(calls)
+    assert [found.settings for found in tuned(rt)] == [DESCENT]
+    assert f"tuned without {PDL}: {LARGER}" in notes(rt)
+    assert set(bench.ran[-5:]) == {(DESCENT,)}
+    (size, *_) = rt.callables()[0].sizes
+    assert size.verdict == "made"
+    assert fast.is_padded
 
 
 def at_three_rows(rt: gp.GraphRuntime, scope: Any, **how: Any) -> None:

@@ -88,6 +88,10 @@ def test_a_trace_that_loads_its_graph_partitions_nothing(saved: Path, monkeypatc
     fast = compiled(saved)
     assert_right(fast)
     assert fast.runtime.stats().replayed > 0
+    report = fast.runtime.report()
+    (spent,) = [row for row in report["Costs"].rows if row[0] == "load"]
+    assert spent == ("load", f"{report.figures.costs.load_s:.2f} s", "reading warm_start")
+    assert report.figures.costs.load_s > 0
 
 
 class Flipping(Stack):
