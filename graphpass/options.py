@@ -77,6 +77,10 @@ class Settings:
     tune: Literal["measure"] | None = None
     #: seconds that tuning may take in a runtime; a variant that has been begun is finished
     tune_seconds: float = 120.0
+    #: ``lockstep``: every rank makes the same calls in the same order, as with tensor parallelism. Then a graph with
+    #: collectives gets keys, padding and captures as others do, chosen by the calls and their sizes alone. None: only a
+    #: forward context chooses such a graph.
+    ranks: Literal["lockstep"] | None = None
     max_graphs: int = 64  #: the maximum number of keys that a callable captures besides those of ``capture_sizes``
     #: the most bytes, on a device and in this process, of graphs for sizes that recur although padding serves them; 0:
     #: none, so that equal calls have equal bits for ever. By default 1 % of the device's memory, at least 64 MiB, and
@@ -114,6 +118,8 @@ class Settings:
             raise _bad_value("max_graphs", "an integer of at least 0", self.max_graphs)
         if not is_seconds(self.tune_seconds):
             raise _bad_value("tune_seconds", "a number of seconds above 0", self.tune_seconds)
+        if self.ranks is not None and self.tune is not None:  # guard: lockstep_untuned
+            raise _bad_value("tune", "None beside ranks='lockstep': each rank would keep another variant", self.tune)
         if self.runtime is not None and not isinstance(self.runtime, GraphRuntime):
             raise _bad_value("runtime", "a graphpass.GraphRuntime or None", self.runtime)
         if len({*self.compile_sizes, *self.compile_ranges}) > 1:
@@ -324,6 +330,7 @@ _VALUES: Mapping[str, tuple[object, ...]] = {
     "padding_check": ("prove", "strict"),
     "progress": (None, False, True),
     "tune": (None, "measure"),
+    "ranks": (None, "lockstep"),
 }
 _POLICY_NAMES = tuple(f.name for f in fields(CapturePolicy))
 _PARSERS: Mapping[str, Callable[[Any], Any]] = {

@@ -41,7 +41,7 @@ from graphpass.compile import Tuner
 from graphpass.context import ForwardContext
 from graphpass.dispatch.owngraphs import MOST_LOSSES, RecurringSize, Serve
 from graphpass.dispatch.recurring import RecurringKey
-from graphpass.errors import CaptureError, MismatchError, StaticInputError
+from graphpass.errors import AgreementError, CaptureError, MismatchError, StaticInputError
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.ledger import CountedReason, Reason, named_sizes
 from graphpass.options import Settings
@@ -266,7 +266,7 @@ class AutoDispatcher:
                 raise NoGraphNowError(BUSY)
             try:
                 yield
-            except (NoGraphNowError, MismatchError):
+            except (NoGraphNowError, MismatchError, AgreementError):
                 raise
             except Exception as error:
                 if self._rules.mode is not CUDAGraphMode.FULL:  # some regions may have run
@@ -345,6 +345,7 @@ class AutoDispatcher:
                     replay=replay,
                     run_unpadded=lambda: self._graphs.flat(self._graphs.stitched(*args)),
                     device=self._runtime.lease.device_for(filled).device,
+                    ranks=self._runtime.lockstep.get(self._name),
                 )
             )
         name = f"{self._name} {call.key.descriptor}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from cgpass.appended import AppendedInputs
 from cgpass.auto import AutoDispatcher
-from cgpass.keyrules import AutoRules
+from cgpass.keyrules import AutoRules, calls_collectives, nodes_of
 from cgpass.sizes import NamedSizes
 from cgpass.wrappers import CallableGraphs
 from graphpass.capture.pool import device_of
@@ -17,12 +17,13 @@ from graphpass.capture.replay import ReplayPlan, refuse_transforms
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.scope import CallObserver, ReachedCall
 from graphpass.capture.settings import restoring
-from graphpass.compat import dynamo, memory, operators, saving, sideeffects, trees
+from graphpass.compat import dynamo, memory, operators, processgroups, saving, sideeffects, trees
 from graphpass.compile import CompiledRegion, RegionTrace, WaitingFunction
 from graphpass.context import ForwardContext, current_context, without_context
 from graphpass.errors import CaptureError, ContextError, ShapeError
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.options import Settings
+from graphpass.ranks.lockstep import LockstepGroups
 from graphpass.regions.split import Partition
 from graphpass.report.records import CallableRecord
 from graphpass.saved.files import UsedKeys
@@ -66,6 +67,8 @@ class GraphedCallable:
         self.returns_flat = graph.returns_flat
         self.partition = partition = graph.partition
         self.runtime = runtime
+        if settings.ranks is not None and calls_collectives(partition):
+            runtime.lockstep[name] = runtime.owned(LockstepGroups)[processgroups.group_of(nodes_of(partition))]
         self._used, self._appended = tuple(graph.used_argument_positions), graph.appended
         self._modes = settings.runtime_modes()
         self._compiled = dict(graph.compiled)

@@ -25,6 +25,7 @@ from graphpass.dispatch.recurring import RecurringKey
 from graphpass.keys import CUDAGraphMode
 from graphpass.ledger import Row, named_sizes
 from graphpass.options import Settings
+from graphpass.ranks.lockstep import Lockstep
 from graphpass.report.figures import PADDING_BEFORE
 
 _LAUNCHES_S = 1e-4
@@ -49,12 +50,14 @@ class ExactGraphs(RecurringSizes):
         never_without = settings.on_fallback == "error" or settings.padding_check == "strict"
         self._runs_alone = rules.mode is CUDAGraphMode.FULL and not never_without
         is_timed = device.type != "cpu"
+        self._ranks: Lockstep | None = runtime.lockstep.get(name)
         compiled = [astuple(record.seconds) for record in runtime.callables() if record.name == name]
         super().__init__(
             PROCESS_MEMORY.shared(OwnGraphs, device),
             bytes_allowed(settings.graph_bytes, total_bytes(device), has_ladder=bool(settings.capture_sizes)),
             is_timed=is_timed,
             spent=sum(map(sum, compiled)) * is_timed,
+            most=None if self._ranks is None else self._ranks.most,
         )
 
     def record(self, key: RecurringKey, real: tuple[int, ...], counts: Row) -> RecurringSize | None:
@@ -72,8 +75,9 @@ class ExactGraphs(RecurringSizes):
         rows, group = self._rows(key.sizes)
         replayed, run = self.times_of(group)
         timed = functools.partial(_sum_of, [cost.seconds for cost in costs])
-        replayed.add(rows, timed if self._is_timed else lambda: rows)
-        if self._runs_alone:
+        if self._ranks is None:
+            replayed.add(rows, timed if self._is_timed else lambda: rows)
+        if self._runs_alone and self._ranks is None:
             run.add(rows, functools.partial(_with_launches, costs[0].run_seconds))
         num_bytes = sum(cost.pool_bytes for cost in costs), sum(cost.driver_bytes for cost in costs)
         self.captured_any(seconds, *num_bytes)

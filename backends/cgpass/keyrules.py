@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from torch import fx
 
 from cgpass.outputs import GraphOutputs
 from cgpass.sizes import GraphSizes, Size, symbols_in
@@ -59,7 +60,7 @@ def dispatched(
     fields = {size.symbol: size.name for size in sizes.sizes if size.is_of_calls}
     proof = prove_partition(parts, traces, fields, constants)
     mode, off = _level(parts, settings)
-    off = off or _never_captured(parts, sizes)
+    off = off or _never_captured(parts, sizes, settings)
     verdicts = list(_verdicts(parts, sizes, outputs, proof, settings))
     if off is None and settings.padding_check == "strict":
         _refuse_unpadded(name, verdicts)
@@ -139,13 +140,14 @@ def _level(parts: Partition, settings: Settings) -> tuple[CUDAGraphMode, Reason 
     return CUDAGraphMode.NONE, Reason(why, f"{pieces}, or {not_whole.remedy}" if not_whole.remedy else pieces)
 
 
-def _never_captured(parts: Partition, sizes: GraphSizes) -> Reason | None:
+def _never_captured(parts: Partition, sizes: GraphSizes, settings: Settings) -> Reason | None:
     if sizes.unread:
         why = f"sizes that cannot be read from an input: {', '.join(sorted(map(str, sizes.unread)))}"
         return Reason(why, "pass the tensor that has this size as an argument of the model")
-    if calls_collectives(parts):
+    if settings.ranks is None and calls_collectives(parts):  # guard: collectives_alone
         why = "collectives: the ranks have to agree on a key"
-        return Reason(why, "set a forward context (graphpass.set_forward_context) with the same key on every rank")
+        in_step = "pass options={'ranks': 'lockstep'} if every rank makes the same calls in the same order"
+        return Reason(why, f"{in_step}; else set a forward context with the same key on every rank")
     if not any(region.kind == "captured" for region in parts.regions):
         cannot = parts.never_full()
         return Reason("nothing to capture", "", is_expected=True) if cannot is None else cannot
@@ -157,12 +159,16 @@ def calls_collectives(parts: Partition) -> bool:
     return _calls(parts, "c10d") or _calls(parts, "torch.distributed")
 
 
+def nodes_of(parts: Partition) -> Iterator[fx.Node]:
+    """The nodes of all regions."""
+    return (node for region in parts.regions for node in region.graph_module.graph.nodes)
+
+
 def _calls(parts: Partition, part_of_name: str) -> bool:
     """Whether a node calls a function whose module or name contains ``part_of_name``."""
-    nodes = (node for region in parts.regions for node in region.graph_module.graph.nodes)
     return any(
         part_of_name in f"{getattr(node.target, '__module__', '')}.{node.target}"
-        for node in nodes
+        for node in nodes_of(parts)
         if node.op == "call_function"
     )
 

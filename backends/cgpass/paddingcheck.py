@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -25,6 +26,7 @@ from graphpass.capture.settings import restoring
 from graphpass.compat.configuration import float32_precisions
 from graphpass.errors import GraphpassError
 from graphpass.paddedcalls import PaddedInput
+from graphpass.ranks.lockstep import Lockstep
 
 _SPREADS_ALLOWED = 4.0
 _ATTEMPTS = 3
@@ -46,6 +48,7 @@ class PaddedCall:
     replay: Callable[[], Sequence[Any]]  #: replays with the buffers' contents; returns the flat outputs, uncut
     run_unpadded: Callable[[], Sequence[Any]]  #: runs without a graph at the real sizes; returns the flat outputs
     device: torch.device  #: where the graph runs
+    ranks: Lockstep | None = None  #: ranks that check together, each with as many replays: the graph has collectives
 
     def restoring(self, written: Iterable[torch.Tensor] = ()) -> AbstractContextManager[None]:
         """Restore ``written`` and all random number generators after the body."""
@@ -95,39 +98,52 @@ def fault_of_padding(call: PaddedCall) -> tuple[str | None, bool]:
         why the graph cannot be padded, None if it can; and whether replays of equal contents differ.
     """
     with call.restoring():  # random contents come from the default generator
-        for _ in range(_ATTEMPTS):
+        for _ in range(_ATTEMPTS if call.ranks is None else 1):
             expected = call.observed(None)
             fault, is_noisy = _compared(call, expected)
-            if fault is None:
+            if fault is None or call.ranks is not None:
                 break
             last = call.observed(None)
             moved = any(largest_difference(one, last[name]) for name, one in expected.items())
             if not moved:  # guard: weights_moved
                 break
+    if call.ranks is not None and call.ranks.most(int(fault is not None)):
+        fault = fault or "on another rank, real entries depend on the padding"  # guard: lockstep_checked_together
     return fault, is_noisy
 
 
 def _compared(call: PaddedCall, expected: _Entries) -> tuple[str | None, bool]:
     control = call.observed(None)
     spreads = {name: largest_difference(one, control[name]) for name, one in expected.items()}
-    fault = _fault_of_contents(call, expected, spreads)
-    if fault is None:
-        is_coarse = may_round(call.rules.products, call.device)  # guard: products_of_fewer_bits
-        fault = _fault_of_sizes(expected, call.unpadded(), spreads, is_coarse=is_coarse)
+    checks: list[Callable[[], str | None]] = [
+        partial(_fault_of_contents, call, expected, spreads, magnitude)
+        for magnitude in (_small, _large)  # guard: padding_of_large_values
+    ]
+    is_coarse = may_round(call.rules.products, call.device)  # guard: products_of_fewer_bits
+    checks.append(lambda: _fault_of_sizes(expected, call.unpadded(), spreads, is_coarse=is_coarse))
+    fault = None
+    for check in checks:
+        if fault is None or call.ranks is not None:  # guard: lockstep_checks_as_often
+            found = check()
+            fault = fault or found
     return fault, any(spreads.values())
 
 
-def _fault_of_contents(call: PaddedCall, expected: _Entries, spreads: Mapping[str, float]) -> str | None:
-    for magnitude in (_small, _large):  # guard: padding_of_large_values
-        try:
-            found = call.observed(magnitude)
-        except (GraphpassError, torch.AcceleratorError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            return f"it fails for other contents of the padding: {error}"
-        for name, one in expected.items():
-            if largest_difference(one, found[name]) > _SPREADS_ALLOWED * spreads[name]:
-                return f"real entries of {name} depend on the padding"
+def _fault_of_contents(
+    call: PaddedCall,
+    expected: _Entries,
+    spreads: Mapping[str, float],
+    magnitude: Callable[[torch.dtype], float],
+) -> str | None:
+    try:
+        found = call.observed(magnitude)
+    except (GraphpassError, torch.AcceleratorError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        return f"it fails for other contents of the padding: {error}"
+    for name, one in expected.items():
+        if largest_difference(one, found[name]) > _SPREADS_ALLOWED * spreads[name]:
+            return f"real entries of {name} depend on the padding"
     return None
 
 

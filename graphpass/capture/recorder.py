@@ -161,8 +161,14 @@ class Recorder:
         memory.refuse_inside_capture(device.device, self.name)  # guard: no_capture_inside_another
         inside = RegionCalls(device.call, observed=[] if self.policy.compare else None)
         saved = self.arena.saved()
+        ranks = self._ranks
         try:
-            return self._recorded(device, inside, context)
+            with (
+                contextlib.nullcontext()
+                if ranks is None
+                else ranks.capturing(f"{self.name} {context.batch_descriptor}")
+            ):
+                return self._recorded(device, inside, context)
         except BaseException as error:
             try:
                 self._explain(error, inside, context)  # guard: failed_capture_is_typed
@@ -188,8 +194,10 @@ class Recorder:
             inputs.copy_in(leaves)
             versions = _versions(body.inputs)
             with restoring(mutated, generators, device.device):
+                self._wait_for_ranks()
                 with _tuning(inside, measurement_on(device)) as spent_s:
                     run_seconds = device.warm_up(body)
+                self._wait_for_ranks()
                 self._row(context, "warmed").n += 1
                 self._refuse_undeclared_mutation(versions, _versions(body.inputs))
                 existed = storage_ids(body.returned)  # guard: memory_reached_by_itself
@@ -206,6 +214,7 @@ class Recorder:
             # Warm-up and recording use different pools: a storage that both returned existed before them.
             outputs = OutputPlan.of(returned, body.inputs, device.without_ownership, existed & storage_ids(returned))
             device.refuse_frozen(outputs.pool_outputs)  # guard: tape_frozen_results
+            self._wait_for_ranks()
             observed = tuple(replace(o, tensor=device.without_ownership(o.tensor)) for o in inside.observed or ())
         self.runtime.lease.make_stale(outputs.pool_outputs)  # guard: recorded_result_is_stale
         row = self._row(context, "captured")
@@ -217,6 +226,15 @@ class Recorder:
         plan = self._plan(context, graph, static, inputs, pattern, outputs, log)
         build_result, written = trees.builder_of(body.returned_spec), tuple(sorted(self.call.mutated))
         return GraphEntry(self.region, build_result, graph, plan, outputs, observed, written, cost), returned
+
+    @property
+    def _ranks(self) -> Any:
+        """The ranks that capture the region together, a ``graphpass.ranks.lockstep.Lockstep``; None if none do."""
+        return self.runtime.lockstep.get(self.region.callable)
+
+    def _wait_for_ranks(self) -> None:
+        if self._ranks is not None:
+            self._ranks.passed()
 
     def _measured(
         self,
@@ -232,7 +250,7 @@ class Recorder:
         device.open()  # what a pool takes once is not this graph's
         before = device.reading()
         graph, recorded = device.record(body, generators)
-        seconds = device.timed(graph.replay)
+        seconds = device.timed(graph.replay) if self._ranks is None else lambda: None
         pool_bytes, driver_bytes = (now - then for now, then in zip(device.reading(), before, strict=True))
         row = self._row(context, "captured")
         row.pool_bytes, row.driver_bytes = row.pool_bytes + pool_bytes, row.driver_bytes + driver_bytes

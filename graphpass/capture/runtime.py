@@ -83,6 +83,8 @@ class GraphRuntime:
         self._retraced_for: str | None = None  # the first reason: one warning stands for all callables
         self._owned: dict[type, Any] = {}
         self._serves_calls = False
+        #: {name of a callable: the ranks that capture it together}, see ``graphpass.ranks.lockstep``
+        self.lockstep: dict[str, Any] = {}
         self.given_up = GivenUpFunctions()
         if torch_release() > NEWEST_TORCH:  # guard: newer_torch
             text = f"torch {torch.__version__} is newer than any release with which graphpass was tested"

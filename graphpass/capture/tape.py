@@ -8,6 +8,7 @@ would overwrite them in the shared pool. So a test on any machine catches an err
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -18,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from graphpass.capture.outputs import fill_with_sentinel
 from graphpass.capture.staging import distinct_elements, storage_id
-from graphpass.compat import dynamo, operators, trees
+from graphpass.compat import dynamo, operators, processgroups, trees
 from graphpass.context import current_context
 from graphpass.errors import CaptureError, named
 
@@ -28,8 +29,6 @@ _UNDEFINED_CONTENTS = frozenset(
 )
 _LIFT = "aten::lift_fresh"
 """``torch.tensor`` returns its new tensor through this op, which on the CPU returns its argument."""
-
-_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +105,8 @@ class _Tape(operators.TorchDispatchMode):
         frozen_args, frozen_kwargs = trees.map_tensors(_alias_of, (args, kwargs))
         inputs = trees.tensors((args, kwargs))
         before = set(map(storage_id, inputs))
-        result = func(*args, **kwargs)
+        run = functools.partial(processgroups.finished, func) if func.namespace in processgroups.COLLECTIVES else func
+        result = run(*args, **kwargs)
         after = set(map(storage_id, inputs))  # ``out=`` may have given an argument new memory
         results = trees.tensors(result)
         self.made |= after.union(map(storage_id, results)) - before
@@ -115,7 +115,7 @@ class _Tape(operators.TorchDispatchMode):
             return result
         targets = _fresh_results(results, after)
         if targets or mutates:
-            self.steps.append(_Step(func, frozen_args, frozen_kwargs, targets))
+            self.steps.append(_Step(run, frozen_args, frozen_kwargs, targets))
         return result
 
     def _through_implementation(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -349,7 +349,7 @@ def _refuse_what_cuda_refuses(func: Any, args: tuple[Any, ...], kwargs: Mapping[
 
 def _refuse_collectives(func: Any) -> None:
     """A collective on the CPU ends in Python code that waits for it, which a replay does not run."""
-    if func.namespace in _COLLECTIVES:
+    if func.namespace == "c10d":
         raise CaptureError(
             f"op {func} cannot be captured on the CPU tape",
             expected="ops that are done when they return",

@@ -38,7 +38,7 @@ from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.scope import CapturePolicy, Permission
 from graphpass.compat import memory, trees
 from graphpass.context import ForwardContext, current_context
-from graphpass.errors import CaptureError, OptionError, StaticInputError
+from graphpass.errors import AgreementError, CaptureError, OptionError, StaticInputError
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.ledger import Row
 from graphpass.report.records import Counts, RegionId
@@ -252,7 +252,13 @@ class CUDAGraphWrapper:
             return self._capture(context, descriptor, Call.of(args, kwargs, self._roles, spec=spec), permission)
         except Exception as error:
             scope = self._runtime.scopes.current()
-            if scope is None or permission is not Permission.AUTOMATIC or self.mode is CUDAGraphMode.FULL:
+            is_alone = not isinstance(error, AgreementError)  # else the other ranks are elsewhere
+            if (
+                scope is None
+                or permission is not Permission.AUTOMATIC
+                or self.mode is CUDAGraphMode.FULL
+                or not is_alone
+            ):
                 raise
             # The step goes on eagerly: other regions have run, and the failed capture undid its own effects.
             scope.failures.append(error)

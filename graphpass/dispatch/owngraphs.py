@@ -257,6 +257,8 @@ class RecurringSizes:
         is_timed: whether times are seconds; False: rows, and a capture counts as some replays.
         spent: the time spent before the first call, in compiling.
         clock: seconds of the present.
+        most: the greatest of a number over the ranks in lockstep, which decide by counts of calls alone and ask it at
+            captures; None: this process decides alone, by times.
     """
 
     def __init__(
@@ -267,7 +269,9 @@ class RecurringSizes:
         is_timed: bool = True,
         spent: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
+        most: Callable[[int], int] | None = None,
     ) -> None:
+        self._most = most
         self._shared, self._limit, self._is_timed, self._clock = shared, limit, is_timed, clock
         self._lock = threading.Lock()
         self._times: dict[tuple[int, ...], tuple[Times, Times]] = {}
@@ -372,12 +376,14 @@ class RecurringSizes:
         ]
 
     def _saves(self, size: RecurringSize) -> float:
+        if self._most is not None:  # guard: lockstep_not_evicted
+            return math.inf
         return size.recent_cost() / max(1e-9, self._clock() - self._since_s)
 
     def _verdict(self, size: RecurringSize) -> Serve:
         """Whether the graph of a size is kept, once both times are known."""
         own_s, padded_s = size.replayed.measured(size.rows), size.replayed.measured(size.key_rows)
-        if own_s is None or padded_s is None:
+        if self._most is not None or own_s is None or padded_s is None:
             return Serve.OWN
         size.asks_at = _NEVER
         if is_faster(own_s, padded_s) and self._is_in_bounds():
@@ -387,6 +393,8 @@ class RecurringSizes:
 
     def _is_due(self, size: RecurringSize) -> bool:
         """Whether the next call of a size captures a graph of its own."""
+        if self._most is not None:  # guard: lockstep_by_counts
+            return self._is_due_in_lockstep(size)
         replays, gain, capture_s, calls = size.replays - size.start, size.gain(), self._capture_s(size), self.calls()
         size.asks_at = size.replays + max(1, replays // 8)
         if self._limit is None or not gain or not math.isfinite(capture_s):  # not timed yet, or to be measured anew
@@ -409,8 +417,21 @@ class RecurringSizes:
         size.asks_at = size.replays + max(CALLS_BETWEEN, replays // 4)
         return False
 
-    def _is_in_bounds(self) -> bool:
-        return self._shared.num_bytes() <= (self._limit or 0)
+    def _is_due_in_lockstep(self, size: RecurringSize) -> bool:
+        """:meth:`_is_due` for ranks that make the same calls: by their number, and whether every rank has room."""
+        due_at = size.start + _REPLAYS_A_CAPTURE
+        size.asks_at = max(size.replays + 1, due_at)
+        if self._limit is None or size.replays < due_at or self.calls() - self._last < CALLS_BETWEEN:
+            return False
+        if self._is_in_bounds(max(self._last_bytes, self._bytes.mean()[1])):
+            return True
+        self.leave_out(size)
+        size.asks_at = 2 * size.replays
+        return False
+
+    def _is_in_bounds(self, more: int = 0) -> bool:
+        above = self._shared.num_bytes() + more - (self._limit or 0)
+        return (above if self._most is None else self._most(above)) <= 0  # guard: lockstep_bytes
 
     def _capture_s(self, size: RecurringSize) -> float:
         return self._least_s if self._is_timed else _REPLAYS_A_CAPTURE * size.rows

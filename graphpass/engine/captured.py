@@ -32,6 +32,7 @@ from graphpass.ledger import Row, why_failed
 from graphpass.paddedcalls import ServedSize
 from graphpass.progress import capture_progress
 from graphpass.ranks.conversation import AgreedSteps
+from graphpass.ranks.lockstep import Lockstep
 
 _TIMED_STEPS = 10
 _MOST_STEPS = 512
@@ -80,7 +81,8 @@ StepOf: TypeAlias = Callable[[Key, CapturedKey, Sizes | None], Callable[..., Any
 class CapturedKeys:
     """The captured keys of a manager; captures missing ones and drops all of them on :meth:`close`."""
 
-    def __init__(self, model: Model, ranks: AgreedSteps | None, *, owns_runtime: bool) -> None:
+    def __init__(self, model: Model, ranks: AgreedSteps | Lockstep | None, *, owns_runtime: bool) -> None:
+        self.is_alone = ranks is None  #: no other rank has to capture the same keys
         self._model, self._ranks, self._owns_runtime = model, ranks, owns_runtime
         self._dispatcher, self._inputs, self._runtime = model.dispatcher, model.inputs, model.runtime
         self._memory = DeviceMemory(model.inputs.device, model.runtime)

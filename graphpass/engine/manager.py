@@ -37,6 +37,7 @@ from graphpass.paddedcalls import run
 from graphpass.ranks.conversation import IDLE_TOKENS, AgreedSteps
 from graphpass.ranks.decision import AgreedStep
 from graphpass.ranks.group import DataParallelAgreement
+from graphpass.ranks.lockstep import Lockstep, LockstepGroups
 from graphpass.report import Report
 
 _AS_IT_IS = contextlib.nullcontext()
@@ -116,7 +117,10 @@ class CudaGraphManager:
             }
             idle_tokens = min(IDLE_TOKENS, self._inputs.largest["num_tokens"])
             self._ranks = AgreedSteps(agreement, dispatcher, configuration, idle_tokens=idle_tokens)
-        self._captured = CapturedKeys(self._model, self._ranks, owns_runtime=runtime is None)
+        together: AgreedSteps | Lockstep | None = self._ranks
+        if together is None and self._model.settings.ranks is not None:
+            together = self.runtime.owned(LockstepGroups)[""]
+        self._captured = CapturedKeys(self._model, together, owns_runtime=runtime is None)
         self._fields = frozenset(dispatcher.capture_fields)
         self._ledger = Ledger()
         self._replays, self._fallbacks = (self._ledger.rows("steps", event) for event in ("replayed", "without graph"))
@@ -208,11 +212,11 @@ class CudaGraphManager:
             OptionError: ``max_sizes`` is below 1, or the manager has an agreement, whose ranks would differ in keys.
         """
         positive(max_sizes, "max_sizes")
-        if self._ranks is not None:  # guard: adapted_alone
+        if not self._captured.is_alone:  # guard: adapted_alone
             raise OptionError(
                 "ranks cannot adapt to their own traffic",
-                expected="a manager without an agreement",
-                found="an agreement of data-parallel ranks, which run the same keys",
+                expected="a manager of a process that runs alone",
+                found="ranks in lockstep or under an agreement, which run the same keys",
                 remedy="create the dispatchers of all ranks with these sizes (report().suggested_sizes())",
             )
         with self._turn:
@@ -281,7 +285,7 @@ class CudaGraphManager:
 
     def report(self) -> Report:
         """What is slow or missing, which keys replay, where padding goes, and what it cost; ``print`` it."""
-        adapts = self._ranks is None and bool(self._captured.recurring())
+        adapts = self._captured.is_alone and bool(self._captured.recurring())
         return Report(self.stats().figures(self.runtime, type(self.model).__name__, adapts=adapts))
 
     def close(self) -> None:

@@ -132,7 +132,7 @@ class CausalLM:
             support=AttentionSupport.ALWAYS if is_full else AttentionSupport.UNIFORM_BATCH,
         )
         self._max_bytes: int | None = None  # of the last capture
-        is_alone = options.get("agreement") is None
+        is_alone = options.get("agreement") is None and options.get("ranks") is None
         dispatcher, self._prompts = _dispatcher(config, lora_keys(adapters, model, config.lora), is_alone)
         wrapped: torch.nn.Module = NextToken(model)
         last_rows = (max_num_reqs, 1 + config.draft_tokens) if config.draft_tokens else (max_num_reqs,)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.e2e.data_parallel_ranks import NUM_RANKS, STEPS, Seen, agreeing, main, parting
+from tests.e2e.lockstep_ranks import lockstep
 
 LIMIT_S = 120
 """A bound on what would hang, far above what it takes."""
@@ -23,7 +24,7 @@ def four(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple
     def run(what: Callable[[int], dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.e2e.data_parallel_ranks"])  # torch is imported once for all of them
+        context.set_forkserver_preload(["tests.e2e.lockstep_ranks"])  # torch is imported once for all of them
         ranks = [context.Process(target=main, args=(rank, what, tmp_path)) for rank in range(NUM_RANKS)]
         for process in ranks:
             process.start()
@@ -122,3 +123,17 @@ def test_a_rank_that_stays_away_or_dies_is_an_error_on_the_others(four: Callable
     for rank in (0, 2):
         assert seen[rank]["one stays away"][0] == "AgreementError"
         assert seen[rank]["again"] == seen[rank]["one stays away"], "it is not tried again"
+
+
+def test_ranks_in_lockstep_decide_alike_over_two_thousand_calls(four: Callable[..., Any]) -> None:
+    seen, codes = four(lockstep)
+    assert codes == [0] * NUM_RANKS
+    for name in seen[0]:
+        of_groups = [seen] if name.startswith("four") else [seen[:2], seen[2:]]
+        for ranks in of_groups:
+            first = ranks[0][name]
+            assert [rank[name] for rank in ranks] == [first] * len(ranks), name
+            assert first["wrong"] == [], name
+            own = [key for key in first["counts"] if "exact" in key]
+            assert len(own) >= 3, name
+            assert sum(captured == 0 for captured, _ in first["counts"].values()) >= 2, "captures that failed"

@@ -82,7 +82,14 @@ def broadcast(call: OpCall, value: PaddedValue, factors: Sequence[Factors]) -> P
 
 def cast(call: OpCall) -> PaddedValue:
     """A copy, possibly with another dtype."""
-    return call.tensor("self", "a", "input", "x")
+    return call.tensor("self", "a", "input", "x", "tensor")
+
+
+def over_ranks(call: OpCall) -> PaddedValue:
+    """Entries of the same indices of all ranks, which call it at the same sizes, together: zeros stay zero."""
+    value = call.tensor("input")
+    zeros = {place: pad for place, pad in value.padding if is_zero(pad)}
+    return call.carried(PaddedValue(value.factors, real=value.real).with_pads(zeros), value)
 
 
 def copied(call: OpCall) -> Returned:

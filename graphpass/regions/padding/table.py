@@ -49,6 +49,8 @@ _KEEPS: list[tuple[PaddingRule, str]] = [
         " | convert_element_type device_put view_of clone",
     ),
     (pointwise.copied, "copy copy_"),
+    (pointwise.cast, "_c10d_functional::wait_tensor"),
+    (pointwise.over_ranks, "_c10d_functional::all_reduce"),
     (pointwise.dropout, "native_dropout dropout"),
     (neutral.neutral, neutral.NEUTRAL),
     (neutral.real_index, neutral.REAL_INDEX),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 
 import pytest
 
@@ -235,3 +236,24 @@ def test_a_small_bound_keeps_what_saves_most() -> None:
         simulation.call(17 if number % 2 else (25, 9, 21)[number // 2 % 3])
     assert len(simulation.exact) == 2
     assert 17 in simulation.exact
+
+
+def in_lockstep(most: int = 0, limit: int = 64 * MIB) -> tuple[Traffic, RecurringSize]:
+    """A callable whose ranks need ``most`` bytes more than this one."""
+    traffic = Traffic(limit=limit)
+    traffic._most = lambda number: number + most
+    return traffic, traffic.size(5, 8)
+
+
+def test_ranks_in_lockstep_capture_after_a_number_of_replays_and_keep_the_graph() -> None:
+    traffic, size = in_lockstep()
+    assert captured_after(traffic, size) == 16
+    traffic.times_of(())[0].add(5, lambda: 1e9)
+    assert {traffic.serve(size) for _ in range(50)} == {Serve.OWN}
+    (graph,) = traffic.graphs()
+    assert graph.saves == math.inf, "another callable, whose times differ from rank to rank, must not take its place"
+
+
+def test_bytes_of_the_fullest_rank_bound_all() -> None:
+    traffic, size = in_lockstep(most=64 * MIB)
+    assert captured_after(traffic, size) is None

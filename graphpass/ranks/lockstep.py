@@ -1,0 +1,120 @@
+"""Ranks that make the same calls in the same order agree while they capture, and never while they replay."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Iterator
+
+from graphpass.compat import processgroups
+from graphpass.errors import AgreementError, CaptureError
+from graphpass.ranks.group import DataParallelAgreement
+
+_WARMING = 1
+"""The agreements before a warm-up, which runs collectives. A capture agrees before it, after it, and at its end."""
+_FINE, _FAILED, _FAILED_BETWEEN = range(3)
+
+
+class Lockstep:
+    """The ranks whose collectives are in a graph. They capture it together, and a failure of one is one of all.
+
+    A replay waits for nobody: all ranks choose the same graph, because they choose by the calls and their sizes.
+
+    Args:
+        group: name of the group of the collectives; empty for all ranks.
+        agreement: of these ranks; None: it is created when they first agree.
+    """
+
+    def __init__(self, group: str = "", agreement: DataParallelAgreement | None = None) -> None:
+        self._group, self._agreement = group, agreement
+        self._what, self._passed = "", 0
+        self._apart: AgreementError | None = None  # why no call can be made together any more
+        self._raised: CaptureError | None = None  # on all ranks but those that failed
+
+    @contextlib.contextmanager
+    def capturing(self, what: str = "the capture of a manager") -> Iterator[None]:
+        """A capture on all ranks, which ends together. Every rank enters it for the same ``what``.
+
+        Raises:
+            CaptureError: another rank could not capture; this rank's capture has to be undone.
+            AgreementError: another rank makes other calls, has ended, or failed between its collectives.
+        """
+        outer = self._what, self._passed
+        self._what, self._passed = what, 0
+        try:
+            yield
+            self.passed()
+        except BaseException as error:
+            if error is not self._raised and not isinstance(error, AgreementError):
+                self._exchange(error)  # guard: lockstep_failure_told
+            raise
+        finally:
+            self._what, self._passed = outer
+            self._raised = None
+
+    def passed(self) -> None:
+        """Wait until every rank has come as far in its capture as this one; raises if one has failed."""
+        self._exchange()
+        self._passed += 1
+
+    def most(self, number: int) -> int:
+        """The greatest ``number`` of all ranks, each of which calls this."""
+        return self._exchange(number=number)
+
+    def stops(self, wants_to: bool, num_left: int) -> bool:
+        """Whether a rank wants to stop capturing keys, of which ``num_left`` are left."""
+        return bool(self.most(int(wants_to)))
+
+    def _exchange(self, error: BaseException | None = None, number: int = 0) -> int:
+        if self._apart is not None:
+            raise self._apart
+        place, state = zlib.crc32(f"{self._what}, {self._passed}".encode()), _FINE
+        if error is not None:
+            state = _FAILED_BETWEEN if self._passed == _WARMING else _FAILED
+        try:
+            if self._agreement is None:
+                group = processgroups.group_named(self._group)
+                self._agreement = DataParallelAgreement(group, timeout_s=processgroups.timeout_s(group))
+            rows = self._agreement.exchange([state, place, number])
+            failed = [rank for rank, row in enumerate(rows) if row[0]]
+            texts = (
+                self._agreement.exchange_objects("" if error is None else f"{type(error).__name__}: {error}")
+                if failed
+                else []
+            )
+            found = "; ".join(f"rank {rank}: {texts[rank]}" for rank in failed)
+            # guard: lockstep_between_collectives
+            if len(failed) < len(rows) and any(row[0] == _FAILED_BETWEEN for row in rows):
+                raise _apart("a rank failed between its collectives, where the others wait for it", found)
+            others = [rank for rank, row in enumerate(rows) if row[1] != place]
+            if others and not failed:  # guard: lockstep_same_calls
+                raise _apart("the ranks make other calls", f"{self._what or 'a replay'} here, not on rank {others[0]}")
+        except AgreementError as apart:
+            self._apart = apart
+            raise apart from error
+        if failed and error is None:
+            self._raised = CaptureError(
+                f"{self._what} failed on rank {failed[0]}, so it fails on all",
+                expected="a capture on every rank",
+                found=found,
+                remedy="fix the error of that rank",
+            )
+            raise self._raised
+        return max(row[2] for row in rows)
+
+
+class LockstepGroups(dict[str, Lockstep]):
+    """{name of a group: its ranks} of a runtime; a group whose name is missing gets its ranks."""
+
+    def __missing__(self, group: str) -> Lockstep:
+        found = self[group] = Lockstep(group)
+        return found
+
+
+def _apart(problem: str, found: str) -> AgreementError:
+    return AgreementError(
+        problem,
+        expected="the same calls in the same order on every rank, as ranks='lockstep' says",
+        found=found,
+        remedy="restart all ranks; leave the option out for ranks that make other calls",
+    )

@@ -1,0 +1,98 @@
+"""What each process of the lockstep tests runs: the same calls in the same order, and failures on single ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import distributed, nn
+
+import graphpass as gp
+from graphpass.capture import recorder
+from graphpass.capture.tape import TapeDevice
+
+WIDTH, CALLS = 8, 1000
+FAILURES = {20: 0, 120: 1, 350: 0, 500: 1}
+"""{call: rank in its group} from which on the next capture of a rank fails: before its warm-up for rank 0, after the
+recording for rank 1."""
+
+
+class Halved(nn.Module):
+    """Two linear layers as tensor parallelism shards them: each rank has a part of the hidden features."""
+
+    def __init__(self, group: distributed.ProcessGroup) -> None:
+        super().__init__()
+        rank, num_ranks, self.group = distributed.get_rank(group), distributed.get_world_size(group), group
+        torch.manual_seed(0)
+        up, down = torch.randn(2 * WIDTH, WIDTH), torch.randn(WIDTH, 2 * WIDTH)
+        self.whole = (up, down)
+        self.up = nn.Parameter(up.chunk(num_ranks)[rank].clone())
+        self.down = nn.Parameter(down.chunk(num_ranks, dim=1)[rank].clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        partial = nn.functional.linear(nn.functional.linear(x, self.up).relu(), self.down)
+        distributed.all_reduce(partial, group=self.group)
+        return partial.tanh() + x
+
+    def alone(self, x: torch.Tensor) -> torch.Tensor:
+        """The same on one rank."""
+        up, down = self.whole
+        return nn.functional.linear(nn.functional.linear(x, up).relu(), down).tanh() + x
+
+
+@contextmanager
+def one_failing_capture(at: int) -> Iterator[None]:
+    """The next capture of this rank fails, before its warm-up (0) or after its recording (1)."""
+    failed = mock.Mock(side_effect=[RuntimeError("put in")])
+    where = (recorder, "without_collections") if at == 0 else (TapeDevice, "refuse_frozen")
+    original = getattr(*where)
+
+    def once(*args: Any) -> Any:
+        if not failed.called:
+            failed()
+        return original(*args)
+
+    with mock.patch.object(*where, once):
+        yield
+
+
+def traffic(group: distributed.ProcessGroup, seed: int, **options: Any) -> dict[str, Any]:
+    """Random sizes, some of them often; what each call did, by the counts after it."""
+    rank, model, runtime, sizes = (
+        distributed.get_rank(group),
+        Halved(group).eval(),
+        gp.GraphRuntime(),
+        random.Random(seed),
+    )
+    given = {"compiler": "aot_eager", "runtime": runtime, "dispatch": "auto", "ranks": "lockstep", **options}
+    fast = torch.compile(model, backend="cgpass", dynamic=True, options=given)
+    did, wrong = [], []
+    with ExitStack() as failing, torch.no_grad():
+        for call in range(CALLS):
+            if FAILURES.get(call) == rank:
+                failing.enter_context(one_failing_capture(rank))
+            size = sizes.choice((3, 5, 7, 11, 13, 20, sizes.randint(2, 40)))
+            x = torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(call))
+            if not torch.allclose(fast(x), model.alone(x), atol=1e-5):
+                wrong.append(call)
+            stats = runtime.stats()
+            did.append((stats.captured, stats.replayed))
+    counts = {f"{key[0]} {key[2]}": (of.captured, of.replayed) for key, of in runtime.counts().items()}
+    runtime.close()
+    return {"did": did, "wrong": wrong, "counts": counts}
+
+
+def lockstep(rank: int) -> dict[str, Any]:
+    """All ranks together; then two groups of two, which make other calls than each other."""
+    pairs = [distributed.new_group([0, 1]), distributed.new_group([2, 3])]
+    groups = {"four": (distributed.group.WORLD, 1), "two": (pairs[rank // 2], 2 + rank // 2)}
+    pieces = {"splitting_ops": ["torch.tanh"], "mode": "PIECEWISE"}
+    return {
+        f"{name}, {mode}": traffic(group, seed, **options)
+        for name, (group, seed) in groups.items()
+        for mode, options in (("whole", {}), ("regions", pieces))
+    }
