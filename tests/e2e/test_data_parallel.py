@@ -136,4 +136,4 @@ def test_ranks_in_lockstep_decide_alike_over_two_thousand_calls(four: Callable[.
             assert first["wrong"] == [], name
             own = [key for key in first["counts"] if "exact" in key]
             assert len(own) >= 3, name
-            assert sum(captured == 0 for captured, _ in first["counts"].values()) >= 2, "captures that failed"
+            assert sum(captured == 0 for captured, _ in first["counts"].values()) >= 1, "captures that failed"
