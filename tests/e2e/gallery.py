@@ -122,6 +122,11 @@ PAGES = {page.name: page for page in (
         "(8, 300), (2, 155), (5, 222), (1, 480)": "(2, 155)"}),
     GalleryPage("sentence_embeddings", "calls", "transformers", {**_BACKEND, "BertConfig()": f"BertConfig({_TEXT})",
         "(12, 44), (31, 64), (6, 30), (18, 52)": "(6, 30)"}),
+    GalleryPage("peft", "calls", "peft", {**_OPTIONS, "BertConfig()": f"BertConfig({_TEXT})",
+        "(27, 61), (2, 17), (12, 44), (31, 64)": "(3, 17)"}),
+    GalleryPage("vae", "calls", "diffusers", {**_BACKEND, "(5, 2, 6, 3)": "(5, 3, 6)", "64, 64": "8, 8",
+        "block_out_channels=(128, 256, 512, 512), layers_per_block=2": "block_out_channels=(8,), norm_num_groups=4",
+        '"DownEncoderBlock2D"] * 4': '"DownEncoderBlock2D"]', '"UpDecoderBlock2D"] * 4': '"UpDecoderBlock2D"]'}),
     GalleryPage("qwen2_5_vl", "images", "transformers", {
         "hidden_size=1280": "hidden_size=32, depth=2, intermediate_size=48, num_heads=2, out_hidden_size=24,"
             " fullatt_block_indexes=[1]",
