@@ -17,9 +17,11 @@ import torch
 from torch import fx
 
 from graphpass.compat import dynamo, memory, symbolic
+from graphpass.compat.subclasses import is_wrapper, plain_tensors
 from graphpass.options import Settings
 from graphpass.regions.execute import value_of
 from graphpass.regions.symbols import REAL_SIZES
+from graphpass.regions.wrapped import as_parts
 
 _MAX_REMEMBERED = 4096
 
@@ -95,7 +97,7 @@ def attributes_read(graph_module: fx.GraphModule) -> dict[str, torch.Tensor]:
 
 
 def lift_attributes(graph_module: fx.GraphModule, sources: Mapping[str, str]) -> list[torch.Tensor]:
-    """Turn the tensor attributes that a graph reads into inputs with static addresses."""
+    """Turn the tensor attributes that a graph reads into inputs with static addresses; of wrappers, what is in them."""
     attributes = attributes_read(graph_module)
     lifted: dict[str, fx.Node] = {}
     for node in graph_module.graph.find_nodes(op="get_attr"):
@@ -106,7 +108,10 @@ def lift_attributes(graph_module: fx.GraphModule, sources: Mapping[str, str]) ->
                 lifted[path] = append_placeholder(graph_module.graph, node.name, meta)
             node.replace_all_uses_with(lifted[path])
             graph_module.graph.erase_node(node)
-    return [attributes[path] for path in lifted]
+    for path, placeholder in lifted.items():
+        if is_wrapper(attributes[path]):
+            as_parts(placeholder)
+    return [tensor for path in lifted for _, tensor in plain_tensors(attributes[path])]
 
 
 def append_placeholder(graph: fx.Graph, name: str, meta: Mapping[str, Any]) -> fx.Node:

@@ -25,6 +25,7 @@ from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.options import Settings
 from graphpass.ranks.lockstep import LockstepGroups
 from graphpass.regions.split import Partition
+from graphpass.regions.wrapped import WrappedTensors
 from graphpass.report.records import CallableRecord
 from graphpass.saved.files import UsedKeys
 
@@ -43,6 +44,7 @@ class CompiledGraph:
     compiled: Mapping[str, CompiledRegion]  #: region name -> compiled region, for the captured ones
     traces: Mapping[str, RegionTrace]  #: region name -> its aten graph, for proofs
     used_argument_positions: Sequence[int]  #: of a call's arguments, in the order of the partition's inputs
+    wrapped: WrappedTensors | None  #: what reads these from Dynamo's, and makes its results; None if all are plain
     appended: AppendedInputs | None  #: the inputs after those, which Dynamo does not pass; None if there are none
     code: str  #: file and name of the function whose code the graph is: ``model.py:forward``
     returns_flat: bool  #: whether the graph returns a tuple or list of values that are not containers
@@ -70,6 +72,7 @@ class GraphedCallable:
         if settings.ranks is not None and calls_collectives(partition):
             runtime.lockstep[name] = runtime.owned(LockstepGroups)[processgroups.group_of(nodes_of(partition))]
         self._used, self._appended = tuple(graph.used_argument_positions), graph.appended
+        self._wrapped = graph.wrapped
         self._modes = settings.runtime_modes()
         self._compiled = dict(graph.compiled)
         functions = [region.function for region in graph.compiled.values()]
@@ -96,6 +99,11 @@ class GraphedCallable:
 
     def __call__(self, *given: Any) -> Any:
         """Run with Dynamo's arguments."""
+        if self._wrapped is not None:
+            return self._wrapped.made(self._with_plain(*self._wrapped.read(given)))
+        return self._with_plain(*given)
+
+    def _with_plain(self, *given: Any) -> Any:
         args = given if len(given) == len(self._used) else tuple([given[position] for position in self._used])
         if self._appended is None:
             return self.call(args)

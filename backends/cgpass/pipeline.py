@@ -21,6 +21,7 @@ from cgpass.paddingpass import PaddingPasses
 from cgpass.sizes import NamedSizes
 from graphpass.capture.runtime import GraphRuntime, runtime_of_compiler
 from graphpass.compat import dynamo, nnmodules, saving, sideeffects, symbolic
+from graphpass.compat.subclasses import is_wrapper
 from graphpass.compile import (
     CompiledRegion,
     CompiledRegions,
@@ -42,6 +43,7 @@ from graphpass.regions.lists import ListInputs, lists_as_entries
 from graphpass.regions.padding import AtenGraph, ignores_numbers
 from graphpass.regions.split import Partition, partition, uncompiled_copy
 from graphpass.regions.symbols import graph_inputs
+from graphpass.regions.wrapped import WrappedTensors, unwrapped
 from graphpass.report.records import LOADED, WARM_START, CallableRecord, CompileSeconds
 from graphpass.saved.files import UsedKeys
 from graphpass.saved.graphs import GraphIdentity, SavedGraphs
@@ -68,7 +70,7 @@ def backend(
     Raises:
         OptionError: an option is unknown or cannot be used.
         PartitionError: the graph cannot be split as asked.
-        DeviceError: inputs are on two GPUs, or are tensor subclasses.
+        DeviceError: inputs are on two GPUs, or are nested tensors.
         CaptureError: ``padding_check`` is ``strict`` and the padding of a declared size is not proved; or the function
             was captured ahead, and ``on_fallback`` is ``error``.
     """
@@ -150,6 +152,7 @@ def _captured(
         compiled=compiled.by_name,
         traces=traces,
         used_argument_positions=traced.used,
+        wrapped=traced.wrapped,
         appended=traced.appended,
         code=nnmodules.compiled_code(),
         returns_flat=_returns_flat(traced.whole),
@@ -284,6 +287,7 @@ class _Traced:
     whole: fx.GraphModule  #: the copy, without unused tensor inputs and with appended ones
     lists: ListInputs  #: Dynamo's arguments that are lists; all else counts their entries as arguments
     floats: FloatInputs  #: the Python floats among the arguments
+    wrapped: WrappedTensors | None  #: the tensors that wrap others; all else counts the tensors in them
     used: list[int]  #: positions of the remaining inputs among the arguments of a call
     appended: AppendedInputs | None  #: the inputs after those; None if there are none
     ends_early: Reason | None  #: the graph break after it; None if the function ends there
@@ -298,17 +302,18 @@ class _Traced:
         whole = uncompiled_copy(graph_module)
         lists = lists_as_entries(whole.graph)
         floats = floats_as_tensors(whole)
+        wrapped = unwrapped(whole.graph)
         side_effects = sideeffects.side_effects_of_compilation()
         key, identity = TraceKey.of(whole, settings, ends_early, side_effects), None
         if settings.warm_start is not None:
             identity = GraphIdentity.of(whole, ends_early, side_effects, settings)
         used = _drop_unread_inputs(whole)
-        if not lists.entries and dynamo.pass_only(graph_module.graph, used):
+        if not lists.entries and wrapped is None and dynamo.pass_only(graph_module.graph, used):
             floats, used = floats.among(used), list(range(len(used)))
         attributes = lift_attributes(whole, dynamo.attribute_sources(graph_module))  # guard: attributes_undone
         sizes = append_real_sizes(whole, settings)
         appended = AppendedInputs(attributes, sizes) if attributes or sizes is not None else None
-        return cls(whole, lists, floats, used, appended, ends_early, side_effects, key, identity)
+        return cls(whole, lists, floats, wrapped, used, appended, ends_early, side_effects, key, identity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,12 +456,12 @@ def _needs_autograd(values: Sequence[Any]) -> bool:
 
 def _refuse_subclasses(values: Sequence[Any]) -> None:
     for value in values:
-        if isinstance(value, torch.Tensor) and nnmodules.is_wrapper_subclass(value):
+        if isinstance(value, torch.Tensor) and nnmodules.is_wrapper_subclass(value) and not is_wrapper(value):
             raise DeviceError(
-                "tensor subclasses cannot be captured",
-                expected="plain tensors and parameters",
+                "this tensor subclass cannot be captured",
+                expected="a plain tensor, or one that wraps others (`__tensor_flatten__`) and is not nested",
                 found=type(value).__name__,
-                remedy="unwrap it before the call (DTensor: `tensor.to_local()`), or compile it with another backend",
+                remedy="pass the tensors that it consists of, or compile it with another backend",
             )
 
 

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from graphpass.capture.outputs import fill_with_sentinel
 from graphpass.capture.staging import distinct_elements, storage_id
 from graphpass.compat import dynamo, operators, processgroups, trees
+from graphpass.compat.subclasses import is_wrapper
 from graphpass.context import current_context
 from graphpass.errors import CaptureError, named
 
@@ -90,6 +91,8 @@ class _Tape(operators.TorchDispatchMode):
         kwargs = kwargs or {}
         if self._is_inside_opaque:
             return func(*args, **kwargs)
+        if any(map(is_wrapper, trees.tensors((args, kwargs)))):  # guard: tape_wrappers
+            return NotImplemented  # the wrapper's class makes the ops on the tensors in it, which come here
         if operators.is_higher_order(func):
             return self._through_implementation(func, args, kwargs)
         _refuse_what_cuda_refuses(func, args, kwargs)

@@ -296,6 +296,13 @@ def entry_meta(read: fx.Node, given: fx.Node, entry: int) -> dict[str, Any]:
     return {**kept, _SOURCE: f"{source_text(given) or given.name}[{entry}]"}
 
 
+def part_meta(given: fx.Node, part: torch.Tensor, path: Sequence[str]) -> dict[str, Any]:
+    """Metadata for a placeholder of a tensor inside the wrapper ``given``: static where the wrapper is."""
+    marked = {"_dynamo_static_input_type": "unguarded"} if is_static_address(given) else {}
+    source = ".".join((source_text(given) or given.name, *path))
+    return {"example_value": part, "tensor_dict": marked, _SOURCE: source}
+
+
 def source_text(node: fx.Node) -> str | None:
     """The source of a placeholder in Dynamo's notation (``L['x']``), or None."""
     if _SOURCE in node.meta:
@@ -429,6 +436,7 @@ def inductor(
     # guard: results_folded_into_inputs
     off = dict.fromkeys(("triton.cudagraphs", "triton.cudagraph_trees", "joint_graph_constant_folding"), False)
     is_fresh = show is None or saving.are_serializable()
+    graph_module = saving.traced_through(graph_module, example_inputs)
     caching = contextlib.nullcontext() if is_fresh else aot_config.patch(enable_autograd_cache=False)
     with caching, _examples_kept(example_inputs):
         compiled: Callable[..., Any] = compile_fx(  # type: ignore[assignment]
@@ -450,6 +458,7 @@ def aot_eager(
             show(aten)
         return boxed_nop(aten, list(inputs))
 
+    graph_module = saving.traced_through(graph_module, example_inputs)
     # As with Inductor, the graph creates its effect tokens, which order ops, instead of taking them as inputs.
     with aot_config.patch(unlift_effect_tokens=True), _examples_kept(example_inputs):
         compiled: Callable[..., Any] = backend(graph_module, list(example_inputs), fw_compiler=run_as_it_is)

@@ -16,6 +16,8 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from graphpass.compat import subclasses
+
 
 def tensor_dicts(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """The (parameters, buffers) dicts of a module, without submodules; not copies, so that writes change the module."""
@@ -54,7 +56,7 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The plain tensors of which a wrapper (a nested tensor, a DTensor) consists; empty for any other tensor."""
     if not is_traceable_wrapper_subclass(tensor):
         return []
-    parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    parts = [part for _, part in subclasses.parts_of(tensor) if isinstance(part, torch.Tensor)]
     return [plain for part in parts for plain in inner_tensors(part) or (part,)]
 
 

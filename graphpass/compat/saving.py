@@ -13,6 +13,7 @@ import importlib
 import inspect
 import itertools
 import marshal
+import operator
 import os
 import pickle
 import re
@@ -29,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from graphpass.compat import symbolic
 from graphpass.compat.operators import torch_attribute
+from graphpass.compat.subclasses import Rebuild, is_wrapper
 
 _META = frozenset({"example_value", "val", "stack_trace", "custom", "unbacked_bindings"})
 _NONCE = (f"graphpass-{os.getpid()}-{number}" for number in itertools.count())
@@ -66,6 +68,21 @@ def are_serializable() -> bool:
     return bool(torch_attribute(_CAN_SAVE))
 
 
+def traced_through(graph_module: fx.GraphModule, examples: Sequence[Any]) -> fx.GraphModule:
+    """A graph of operators on plain tensors, if it is to be saved and makes wrappers, which torch saves no calls of."""
+    if not are_serializable() or not any(isinstance(node.target, Rebuild) for node in graph_module.graph.nodes):
+        return graph_module
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    fake_mode = symbolic.fake_mode_of(examples) or contextlib.nullcontext()
+
+    def run(*given: Any) -> Any:
+        return fx.Interpreter(graph_module).run(*given)
+
+    with torch.no_grad(), fake_mode, symbolic.python_dispatcher(), fx.traceback.preserve_node_meta():
+        return make_fx(run, _allow_non_fake_inputs=True)(*examples)
+
+
 def guards_of_compilers() -> str | None:
     """What AOTAutograd has made Dynamo guard in the current compilation besides sizes; None if nothing."""
     context = torch._guards.TracingContext.try_get()
@@ -94,18 +111,48 @@ def _pickler() -> Any:
                 return _artifact, (Bundle.serialize_compile_artifacts(Bundle(obj)),)
             if isinstance(obj, FakeTensor) and obj._base is not None:  # torch pickles no base
                 return super().reducer_override(symbolic.without_base(obj, obj.fake_mode))
-            reduced = super().reducer_override(obj)
+            with _without_wrappers(obj) as wrappers:
+                reduced = super().reducer_override(obj)
             if isinstance(obj, fx.GraphModule):
                 make, (data, state) = reduced
                 data.gm_dict["meta"] = {}
                 for node in data.graph.nodes:
+                    node.target = wrappers.get(node.name, node.target)
                     value = node.meta.get("example_value")
+                    if is_wrapper(value):
+                        del node.meta["example_value"]
                     if isinstance(value, FakeTensor):
                         node.meta["example_value"] = symbolic.LateValue(*self.reducer_override(value))
                 return _with_code, (make, data, state)
             return reduced
 
     return Pickler
+
+
+@contextlib.contextmanager
+def _without_wrappers(obj: Any) -> Iterator[dict[str, _Target]]:
+    """Within the body, a graph calls no :class:`Rebuild`, which torch does not pickle; {node: the call} of them."""
+    nodes = list(obj.graph.nodes) if isinstance(obj, fx.GraphModule) else []
+    found = {node: node.target for node in nodes if isinstance(node.target, Rebuild)}
+    for node in found:
+        node.target = operator.getitem
+    try:
+        yield {node.name: _Target(target) for node, target in found.items()}
+    finally:
+        for node, target in found.items():
+            node.target = target
+        if found:
+            obj.recompile()
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What a node of a pickled graph calls, where torch has no form for it."""
+
+    target: Any
+
+    def unpickle(self, _: Any) -> Any:
+        return self.target
 
 
 def _view_of(mapping: dict[Any, Any]) -> Mapping[Any, Any]:

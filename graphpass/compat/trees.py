@@ -16,6 +16,9 @@ flatten = pytree.tree_flatten
 unflatten = pytree.tree_unflatten
 """``unflatten(leaves, structure)`` returns the container."""
 
+map_only = pytree.tree_map_only
+"""``map_only(kind, function, container)`` returns the container with ``function`` of each leaf of this class."""
+
 
 _LEAVES = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout})
 

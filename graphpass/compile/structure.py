@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from graphpass.compat import configuration, memory, symbolic
+from graphpass.compat.subclasses import Rebuild
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ class _StructureReader:
             elif node.op == "call_module":
                 ops.append((node.op, _Itself(self._owner.get_submodule(str(node.target))), self._arguments(node)))
             elif node.op != "placeholder":
-                target = node.target if isinstance(node.target, str) else _Itself(node.target)
+                target = node.target if isinstance(node.target, (str, Rebuild)) else _Itself(node.target)
                 arguments = self._arguments(node)
                 ops.append((node.op, target, _kinds(arguments) if self._ignores_numbers(node.target) else arguments))
         return tuple(ops)

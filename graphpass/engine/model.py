@@ -21,6 +21,7 @@ from graphpass.capture.scope import CallObserver, ReachedCall, ReachedCallable
 from graphpass.capture.settings import replay_settings, restoring
 from graphpass.capture.staging import storage_id
 from graphpass.compat import nnmodules, trees
+from graphpass.compat.subclasses import plain_tensors
 from graphpass.context import ForwardContext, current_context, entered
 from graphpass.dispatch.dispatcher import CudagraphDispatcher
 from graphpass.engine.batch import AttentionMetadataBuilder, ForwardHooks, fields_named, missing_field
@@ -439,7 +440,7 @@ class Model:
         state = {id(tensor): tensor for call in calls for tensor in _written_by(call) if id(tensor) not in own}
         drawn = [value for call in calls for value in call.args if isinstance(value, torch.Generator)]
         if is_split:
-            state |= {id(tensor): tensor for tensor in self._buffers()}
+            state |= {id(tensor): tensor for tensor in self._plain_buffers()}
             stored = [value for module in self.modules for value in vars(module).values()]
             drawn += [value for value in stored if isinstance(value, torch.Generator)]
         return list(state.values()), list({id(generator): generator for generator in drawn}.values())
@@ -447,9 +448,12 @@ class Model:
     def _buffers(self) -> list[torch.Tensor]:
         return [buffer for module in self.modules for buffer in module.buffers(recurse=False)]
 
+    def _plain_buffers(self) -> list[torch.Tensor]:
+        return [plain for buffer in self._buffers() for _, plain in plain_tensors(buffer)]
+
     def _small_buffers(self) -> list[torch.Tensor]:
         """The buffers that Python code beside a graph may count in; not those of quantized weights, which are large."""
-        return [buffer for buffer in self._buffers() if buffer.nbytes <= _SMALL_BYTES]
+        return [buffer for buffer in self._plain_buffers() if buffer.nbytes <= _SMALL_BYTES]
 
     def _recipe_of(self, inputs: PaddedInputs, result: Any, reached: Reached, written: Collection[str]) -> Recipe:
         """The recipe of a run that wrote to the inputs in ``written``, also between its graphs."""

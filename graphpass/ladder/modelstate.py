@@ -22,6 +22,7 @@ from typing import Any, Self
 import torch
 
 from graphpass.compat import memory, nnmodules, sideeffects
+from graphpass.compat.subclasses import is_wrapper, parts_of, plain_tensors
 from graphpass.errors import CaptureError, ShapeError
 
 _TRAINING = operator.attrgetter("training")
@@ -167,11 +168,12 @@ class ModelState:
                 (owner, name, tensor)
                 for owner in nnmodules.tensor_dicts(module)
                 for name, tensor in owner.items()
-                if tensor is not None and id(tensor) in missing
+                if tensor is not None and any(id(plain) in missing for _, plain in plain_tensors(tensor))
             ]
             children = nnmodules.child_dict(module)
             slots += [(children, name, child) for name, child in children.items()]  # guard: manager_children
-        found = {id(value) for _, _, value in slots if isinstance(value, torch.Tensor)}
+        slots += [slot for _, _, value in slots if is_wrapper(value) for slot in _slots_within(value)]
+        found = {id(value) for _, _, value in slots if isinstance(value, torch.Tensor) and not is_wrapper(value)}
         if missing != found:  # guard: tensors_kept_elsewhere
             return None
         return cls(AmbientState.now(modules), tuple(modules), DictSlots.of(slots), Layouts(tensors), lambda: True)
@@ -181,13 +183,16 @@ class ModelState:
         """The state of all parameters, buffers and submodules of an object, and of the modules among its attributes."""
         roots = _roots_within(model, _DEPTH, set())  # guard: encoder_weights_within
         modules = tuple({id(module): module for root in roots for module in root.modules()}.values())
-        slots = DictSlots.of(
+        held = [
             (owner, name, value)
             for module in modules
             for owner in (*nnmodules.tensor_dicts(module), nnmodules.child_dict(module))
             for name, value in owner.items()
+        ]
+        slots = DictSlots.of(
+            held + [slot for _, _, value in held if is_wrapper(value) for slot in _slots_within(value)]
         )
-        tensors = list({id(value): value for value in slots.values if isinstance(value, torch.Tensor)}.values())
+        tensors = list({id(plain): plain for _, _, value in held for _, plain in plain_tensors(value)}.values())
         children = tuple(map(nnmodules.child_dict, modules))
         addresses: list[int | None] = [tensor.data_ptr() for tensor in tensors]
         count, everywhere = sum(map(len, children)), list(range(len(tensors)))
@@ -216,6 +221,15 @@ class ModelState:
             return False
         self.layouts.refuse_change()  # guard: manager_layouts
         return True
+
+
+def _slots_within(wrapper: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """The slots of the tensors in a wrapper, where it keeps them in its ``__dict__``."""
+    for name, part in parts_of(wrapper):
+        if vars(wrapper).get(name) is part:
+            yield vars(wrapper), name, part
+        if is_wrapper(part):
+            yield from _slots_within(part)
 
 
 def modules_of(model: object) -> tuple[torch.nn.Module, ...]:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from graphpass.compat import memory
+from graphpass.compat.subclasses import is_wrapper, plain_state, plain_tensors, rebuild_of
 from graphpass.engine import ForwardHooks
 from graphpass.errors import DeviceError, OffloadError, OptionError
 from graphpass.offload.onload import IN_CONTEXT, ONLOAD
@@ -191,7 +192,7 @@ class WeightOffloader(ForwardHooks):
         inside = {id(module) for layer in self._layers for module in layer.modules()}
         own = {id(weight) for weight in self._weights}
         for module in modules:
-            for name, parameter in module.named_parameters(recurse=False):
+            for name, parameter in plain_state(module, recurse=False).items():
                 if id(module) not in inside and id(parameter) in own:
                     raise OffloadError(
                         f"{type(module).__name__}.{name} is also a weight of an offloaded layer",
@@ -217,9 +218,9 @@ class WeightOffloader(ForwardHooks):
         self._slots = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(self.num_slots)]
         self._weights: list[torch.Tensor] = []
         for index, layer in enumerate(self._layers):
-            parameters = dict(layer.named_parameters())
+            parameters = plain_state(layer.requires_grad_(False))
             for place in self._places:
-                weight = parameters[place.name].requires_grad_(False)
+                weight = parameters[place.name]
                 place.view(self._host[index]).copy_(weight)
                 weight.data = place.view(self._slots[index % self.num_slots])
                 memory.mark_static_address(weight)
@@ -249,8 +250,10 @@ class WeightOffloader(ForwardHooks):
 
     def _saved(self, layer: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         memory = self._host[self._layers.index(layer)]
-        for place in self._places:
-            state[prefix + place.name] = place.view(memory)
+        views = {place.name: place.view(memory) for place in self._places}
+        for name, weight in layer.named_parameters():
+            tensors = [views[".".join((name, *path))] for path, _ in plain_tensors(weight)]
+            state[prefix + name] = rebuild_of(weight, [])(*tensors) if is_wrapper(weight) else tensors[0]
 
     def _loaded(self, layer: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
         if metadata.get("assign_to_params_buffers", False):
@@ -260,7 +263,9 @@ class WeightOffloader(ForwardHooks):
                 found="assign=True",
                 remedy="leave assign out, or load before the weights are offloaded",
             )
-        found = {place: state[prefix + place.name] for place in self._places if prefix + place.name in state}
+        given = {name: state[prefix + name] for name, _ in layer.named_parameters() if prefix + name in state}
+        parts = {".".join((name, *path)): one for name, value in given.items() for path, one in plain_tensors(value)}
+        found = {place: parts[place.name] for place in self._places if place.name in parts}
         # load_state_dict itself reports shapes that differ.
         fitting = {place: value for place, value in found.items() if value.shape == place.shape}
         self._write(self._layers.index(layer), fitting)
@@ -285,7 +290,7 @@ def _refuse_grad(args: Sequence[Any]) -> None:
 
 def _refuse_used(layers: Sequence[nn.Module]) -> None:
     for index, layer in enumerate(layers):
-        for name, parameter in layer.named_parameters():
+        for name, parameter in plain_state(layer).items():
             if memory.has_static_address(parameter):
                 raise OffloadError(
                     f"layer {index} has been compiled, or offloaded, already ({name})",

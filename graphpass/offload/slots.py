@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from graphpass.compat.subclasses import plain_state
 from graphpass.errors import OffloadError, OptionError
 
 _ALIGNMENT = 256
@@ -47,17 +48,19 @@ class WeightPlace:
 def layout_of(layers: Sequence[nn.Module]) -> tuple[tuple[WeightPlace, ...], int]:
     """The place of each parameter in a layer's buffer, in the order of ``named_parameters()``, and its bytes.
 
+    A parameter that wraps tensors (a quantised one) has a place for each plain tensor in it.
+
     Refuses layers that differ or share a parameter.
     """
     _refuse_shared(layers)
     places, num_bytes = [], 0
-    for name, parameter in layers[0].named_parameters():
+    for name, parameter in plain_state(layers[0]).items():
         stride = torch.empty_like(parameter, device="meta").stride()
         places.append(WeightPlace(name, num_bytes, parameter.shape, stride, parameter.dtype))
         num_bytes += -(-parameter.numel() * parameter.element_size() // _ALIGNMENT) * _ALIGNMENT
     wanted = [(place.name, tuple(place.shape), place.dtype) for place in places]
     for index, layer in enumerate(layers):
-        found = [(name, tuple(weight.shape), weight.dtype) for name, weight in layer.named_parameters()]
+        found = [(name, tuple(weight.shape), weight.dtype) for name, weight in plain_state(layer).items()]
         if found == wanted and num_bytes:
             continue
         differing = next((pair for pair in zip(wanted, found, strict=False) if pair[0] != pair[1]), None)
@@ -74,7 +77,7 @@ def _refuse_shared(layers: Sequence[nn.Module]) -> None:
     """Refuse parameters that share memory: each layer gets a separate copy of its weights, which would untie them."""
     owners: dict[int, tuple[str, int]] = {}
     for index, layer in enumerate(layers):
-        for name, parameter in layer.named_parameters():
+        for name, parameter in plain_state(layer).items():
             if not parameter.data_ptr():
                 continue
             other, tensor_id = owners.setdefault(parameter.data_ptr(), (f"{index}.{name}", id(parameter)))

@@ -18,6 +18,7 @@ from torch import fx
 
 from graphpass.compat import dynamo, nnmodules, operators, symbolic
 from graphpass.compat.nnmodules import where_of
+from graphpass.compat.subclasses import is_wrapper
 from graphpass.errors import DeviceError, PartitionError
 from graphpass.ledger import Reason
 from graphpass.regions.execute import (
@@ -172,13 +173,14 @@ def is_tuple(value: Any) -> bool:
 
 
 def unpacked_from(node: fx.Node) -> fx.Node | None:
-    """The tuple- or list-valued node of which ``node`` is one item; None if ``node`` is no such getitem."""
+    """The tuple, list or wrapper of which ``node`` is one item or part; None if ``node`` is no such getitem."""
     if node.op != "call_function" or node.target not in (operator.getitem, getattr):
         return None
     source, index = node.args[:2]
     if not isinstance(source, fx.Node) or isinstance(index, fx.Node) or source.op == "placeholder":
         return None
-    return source if isinstance(value_of(source), (tuple, list)) else None
+    is_unpacked = isinstance(value_of(source), (tuple, list)) or is_wrapper(value_of(source))
+    return source if is_unpacked else None
 
 
 def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any] | None) -> GraphFacts:
@@ -298,9 +300,21 @@ class _Walk:
         if not known:
             node.meta["example_value"] = execution.value
         if execution.exchanged:
+            _refuse_lost_parts(node, execution.exchanged)
             self.exchanged.extend(execution.exchanged)
             self.memory.update(dict.fromkeys(execution.memory, _by_exchange(node)))
         return (execution.written | execution.memory) & argument_storages(node)
+
+
+def _refuse_lost_parts(node: fx.Node, exchanged: Sequence[fx.Node]) -> None:
+    """Refuse an operator that puts another tensor into a wrapper: the caller's own would not change."""
+    for wrapper in (argument for argument in exchanged if is_wrapper(value_of(argument))):  # guard: wrapper_parts
+        raise PartitionError(
+            f"{display_name(node)} puts another tensor into a {type(value_of(wrapper)).__name__}",
+            expected="operators that write into the tensors in it",
+            found=where_of(node.meta.get("stack_trace")) or node.name,
+            remedy="change it outside of the compiled model",
+        )
 
 
 def _by_exchange(node: fx.Node) -> SplitReason:
@@ -410,7 +424,7 @@ def _nested_results(graph: fx.Graph) -> dict[int, SplitReason]:
     """The memory of results that consist of several tensors, which a caller keeps."""
     outputs: Any = graph.output_node()
     results = [value_of(node) for node in outputs.all_input_nodes]
-    wrappers = [value for value in results if isinstance(value, torch.Tensor) and nnmodules.inner_tensors(value)]
+    wrappers = [value for value in results if isinstance(value, torch.Tensor) and value.is_nested]
     nested = SplitReason(
         kind="nested tensor",
         detail="a result consists of several tensors",

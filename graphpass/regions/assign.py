@@ -318,6 +318,8 @@ def _region(
 
 def _takes_over(user: fx.Node, inside: set[fx.Node], node: fx.Node) -> bool:
     """Whether ``user`` needs ``node`` as an output of the region. Other regions compute recomputed numbers again."""
+    if not is_recomputed(node) and is_recomputed(user):  # each region that needs it computes it
+        return any(_takes_over(reader, inside, node) for reader in user.users)
     return user.op == "output" or is_rebuilt_output(user) or (user not in inside and not is_recomputed(node))
 
 

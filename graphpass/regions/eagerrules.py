@@ -124,7 +124,7 @@ def nested_tensor(node: fx.Node) -> SplitReason | None:
     """A tensor that consists of several tensors (``torch.jagged``): Python code chooses what is done to each."""
     values = values_at(node)
     for value in values:
-        if isinstance(value, torch.Tensor) and nnmodules.inner_tensors(value):
+        if isinstance(value, torch.Tensor) and value.is_nested and nnmodules.inner_tensors(value):
             text = f"{display_name(node)} has a tensor that consists of several tensors ({value.layout})"
             remedy = "compute with the values and the offsets, or with a padded tensor and its mask"
             return SplitReason("nested tensor", text, remedy=remedy)

@@ -118,7 +118,8 @@ def execute(node: fx.Node, fake_mode: Any = None) -> Execution:
     exchanged = tuple(
         node
         for node, parts in parts_of.items()
-        if storages_of(parts) != before[node] or not writes.exchanged.isdisjoint(map(id, parts))
+        # guard: exchanged_parts
+        if storages_of((parts, given[node])) != before[node] or not writes.exchanged.isdisjoint(map(id, parts))
     )
     return Execution(
         value=value,

@@ -18,6 +18,7 @@ import torch
 
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.compat import memory, nnmodules, saving, trees
+from graphpass.compat.subclasses import plain_tensors
 from graphpass.ledger import Reason
 from graphpass.options import Settings
 from graphpass.report.records import LOADED, WARM_START
@@ -174,7 +175,7 @@ class SavedCalls:
         tensors = (
             (*self._model.parameters(), *self._model.buffers()) if isinstance(self._model, torch.nn.Module) else ()
         )
-        given = [*tensors, *trees.flatten(args)[0]]
+        given = [one for tensor in tensors for _, one in plain_tensors(tensor)] + trees.flatten(args)[0]
         contents = contents_of(given)
         if contents is None:
             return True

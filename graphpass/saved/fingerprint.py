@@ -25,6 +25,7 @@ import torch
 
 from graphpass.compat import operators, saving
 from graphpass.compat.driver import driver_version
+from graphpass.compat.subclasses import Rebuild, is_wrapper, plain_tensors, rebuild_of
 from graphpass.ledger import Reason
 
 Parts: TypeAlias = dict[str, str]
@@ -221,7 +222,10 @@ def _constant_text(value: Any) -> str:
 def brief(value: Any) -> str:
     """A value as far as a trace reads it at once: scalars, code, layouts of tensors, items or keys, classes."""
     if isinstance(value, torch.Tensor):
-        place = (tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad)
+        place: tuple[Any, ...] = (
+            *(tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad),
+            *([text_of(rebuild_of(value, [])), *_briefs(value)] if is_wrapper(value) else ()),  # guard: saved_wrappers
+        )
         return f"{type(value).__name__} {place}" if value.layout is torch.strided else f"{value.layout} {value.dtype}"
     if isinstance(value, _CONTAINERS):
         items = items_of(value)
@@ -233,6 +237,10 @@ def brief(value: Any) -> str:
         return text_of(value)
     except (UnstableError, RecursionError):
         return f"a {_named(type(value))}"
+
+
+def _briefs(wrapper: torch.Tensor) -> list[str]:
+    return [brief(tensor) for _, tensor in plain_tensors(wrapper)]
 
 
 def items_of(container: Iterable[Any]) -> list[str]:
@@ -249,7 +257,7 @@ def environment(devices: Iterable[torch.device]) -> Parts:
     parts = {
         "Python": f"{sys.version} {platform.python_build()} optimized {sys.flags.optimize}",  # guard: saved_python
         "torch": f"{torch.__version__} {torch.version.git_version}",  # guard: saved_torch
-        "graphpass": _own_source(),  # guard: saved_graphpass
+        "graphpass": _files_of("graphpass", "cgpass"),  # guard: saved_graphpass
         "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",  # guard: saved_processor
         "rank": _rank(),  # guard: saved_rank
     }
@@ -274,14 +282,20 @@ def _cuda() -> Parts:
 
 
 _IMPLEMENTATION = "the implementation of "
+_PACKAGE = "the package of a tensor that wraps others: "
 
 
 def implementations(of: Iterable[Any]) -> Parts:
-    """The Python code behind each custom operator among the targets of a graph's nodes, or the names of saved parts.
+    """The Python code behind each custom operator, or class that wraps tensors, among the targets of a graph's nodes.
+
+    ``of`` may also have the names of saved parts.
 
     Raises:
         UnstableError: a compiler looks into an operator whose code torch does not hand out.
     """
+    of = list(of)
+    packages = {kind.__module__.partition(".")[0] for op in of if isinstance(op, Rebuild) for kind in op.kinds()}
+    packages |= {str(op).removeprefix(_PACKAGE) for op in of if str(op).startswith(_PACKAGE)}
     names = [
         str(op).removeprefix(_IMPLEMENTATION)
         for op in of
@@ -291,7 +305,8 @@ def implementations(of: Iterable[Any]) -> Parts:
     hidden = next((name for name, code in found.items() if code is None), None)
     if hidden is not None:  # guard: saved_composites
         raise UnstableError(f"the operator {hidden} is made of others by code that torch does not hand out")
-    return {f"{_IMPLEMENTATION}{name}": reached(code) for name, code in found.items() if code}
+    wrappers = {f"{_PACKAGE}{name}": _files_of(name) for name in packages - {"torch"}}  # guard: saved_wrapper_code
+    return {f"{_IMPLEMENTATION}{name}": reached(code) for name, code in found.items() if code} | wrappers
 
 
 def reached(functions: Iterable[Any]) -> str:
@@ -390,12 +405,16 @@ def class_digests() -> Callable[[type], str]:
 
 
 @functools.cache
-def _own_source() -> str:
-    """A digest of all Python files of graphpass and of its backend."""
+def _files_of(*packages: str) -> str:
+    """A digest of all Python files of packages."""
     hashed = hashlib.sha256()
-    for package in ("graphpass", "cgpass"):
-        folder = Path(str(importlib.util.find_spec(package).origin)).parent  # type: ignore[union-attr]
-        for path in sorted(folder.rglob("*.py")):
+    for package in packages:
+        module = importlib.import_module(package)
+        file = Path(str(getattr(module, "__file__", None)))
+        files = sorted(file.parent.rglob("*.py")) if hasattr(module, "__path__") else [file]
+        if not files or not files[0].is_file():
+            raise UnstableError(f"the module {package} has no file")
+        for path in files:
             hashed.update(path.read_bytes())
     return hashed.hexdigest()[:16]
 

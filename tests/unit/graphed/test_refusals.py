@@ -149,12 +149,15 @@ def test_what_torch_cannot_trace_is_a_typed_error_that_is_a_runtime_error() -> N
         fast(torch.randn(3, 5))
 
 
-def test_a_subclass_that_wraps_tensors_is_refused_or_right() -> None:
+def test_a_subclass_that_wraps_tensors_is_right() -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
-    fast = graphed(lambda x: x.sin())
-    with pytest.raises(GraphpassError, match="subclass"):
-        fast(TwoTensor(torch.ones(3), torch.ones(3)))
+    fast, given = graphed(lambda x: x.sin()), TwoTensor(torch.ones(3), torch.zeros(3))
+    for _ in range(3):
+        got = fast(given)
+        assert isinstance(got, TwoTensor)
+        assert torch.equal(got.a, given.a.sin())
+        assert torch.equal(got.b, given.b.sin())
 
 
 @pytest.mark.parametrize(

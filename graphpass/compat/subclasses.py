@@ -1,0 +1,108 @@
+"""Tensors that wrap tensors (``__tensor_flatten__``): their parts, and what makes a wrapper of its parts again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from graphpass.compat import trees
+
+Path = tuple[str, ...]
+"""Names of attributes, from a wrapper to a plain tensor in it."""
+
+
+def is_wrapper(value: Any) -> bool:
+    """Whether a value is a tensor that wraps others and that compilers see through. Nested tensors are none."""
+    return is_traceable_wrapper_subclass(value) and not getattr(value, "is_nested", False)
+
+
+def parts_of(wrapper: Any) -> list[tuple[str, Any]]:
+    """The attributes of which a wrapper consists: tensors, and objects of opaque types (a mesh, from torch 2.13)."""
+    found = ((name, getattr(wrapper, name)) for name in wrapper.__tensor_flatten__()[0])
+    return [(name, part) for name, part in found if part is not None]
+
+
+def plain_tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
+    """(path, tensor) of all plain tensors in a wrapper; of a plain tensor, itself."""
+    if is_wrapper(value):
+        for name, part in parts_of(value):
+            yield from plain_tensors(part, (*path, name))
+    elif isinstance(value, torch.Tensor):
+        yield path, value
+
+
+def plain_state(module: torch.nn.Module, *, recurse: bool = True) -> dict[str, torch.Tensor]:
+    """{path: plain tensor} of the parameters of a module, ``weight.qdata`` of those that wrap others."""
+    named = module.named_parameters(recurse=recurse)
+    return {".".join((name, *path)): part for name, tensor in named for path, part in plain_tensors(tensor)}
+
+
+@dataclass(frozen=True, slots=True)
+class VaryingSize:
+    """Stands in the metadata of a wrapper for a size that differs from call to call."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rebuild:
+    """Makes a wrapper from the plain tensors in it and the sizes that differ from call to call."""
+
+    kind: Any  #: the wrapper's class
+    parts: tuple[tuple[str, Any], ...]  #: each attribute with what makes it; None for a tensor that is given
+    metadata: Any  #: (the class's own metadata, size, strides)
+    num_sizes: int  #: how many sizes are given, after the tensors of all parts
+
+    @property
+    def __name__(self) -> str:
+        return f"rebuild_{self.kind.__name__}"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Rebuild) or (self.kind, self.num_sizes) != (other.kind, other.num_sizes):
+            return False
+        return bool(self.parts == other.parts and self.metadata == other.metadata)  # guard: wrapper_metadata
+
+    def __hash__(self) -> int:
+        return hash((self.kind, self.num_sizes, tuple(name for name, _ in self.parts)))
+
+    def kinds(self) -> Iterator[Any]:
+        """The classes of the wrapper and of those in it."""
+        yield self.kind
+        for _, how in self.parts:
+            yield from how.kinds() if isinstance(how, Rebuild) else ()
+
+    def __call__(self, *given: Any) -> Any:
+        """The wrapper; it shares the memory of the tensors."""
+        return self._from(iter(given))
+
+    def _from(self, given: Iterator[Any]) -> Any:
+        made = {}
+        for name, how in self.parts:
+            made[name] = next(given) if how is None else how._from(given) if isinstance(how, Rebuild) else how
+        metadata = self.metadata
+        if self.num_sizes:
+            metadata = trees.map_only(VaryingSize, lambda _: next(given), metadata)
+        return self.kind.__tensor_unflatten__(made, *metadata)
+
+
+def rebuild_of(wrapper: Any, given: list[Any]) -> Rebuild:
+    """What makes this wrapper again; adds the plain tensors in it and its symbolic sizes to ``given``, in order."""
+    parts: list[tuple[str, Any]] = []
+    for name, part in parts_of(wrapper):
+        how = getattr(part, "real_obj", part)  # of an object that stands for another in a trace
+        if is_wrapper(part):
+            how = rebuild_of(part, given)
+        elif isinstance(part, torch.Tensor):
+            how = given.append(part)  # type: ignore[func-returns-value]
+        parts.append((name, how))
+    num_before = len(given)
+
+    def varying(size: torch.SymInt) -> VaryingSize:
+        given.append(size)
+        return VaryingSize()
+
+    metadata = (wrapper.__tensor_flatten__()[1], tuple(wrapper.size()), tuple(wrapper.stride()))
+    metadata = trees.map_only(torch.SymInt, varying, metadata)
+    return Rebuild(type(wrapper), tuple(parts), metadata, len(given) - num_before)

@@ -1,0 +1,162 @@
+"""Tensors that wrap tensors (a quantised weight, a DTensor) as plain inputs.
+
+Each becomes the tensors in it, named by their path (``layers.0.weight.qdata``), and one call that makes the wrapper
+again, which each region repeats where it uses the wrapper. So no wrapper passes from region to region, or leaves the
+graph, and all that follows sees plain tensors. Nested tensors (``torch.jagged``) stay: Python code chooses what is done
+to each of theirs.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphpass.compat import dynamo, symbolic
+from graphpass.compat.subclasses import Path, Rebuild, is_wrapper, plain_tensors, rebuild_of
+from graphpass.errors import PartitionError
+from graphpass.regions.analysis import CALLS, RECOMPUTED, symbol_placeholders
+from graphpass.regions.execute import value_of
+
+_SIZES = ((torch.ops.aten.sym_size.int, torch.Tensor.size), (torch.ops.aten.sym_stride.int, torch.Tensor.stride))
+
+
+@dataclass(frozen=True, slots=True)
+class WrappedTensors:
+    """Where the arguments of a graph are among those of the graph that Dynamo traced, and what its results make."""
+
+    reads: tuple[tuple[int, Callable[[Any], Any] | None], ...]  #: of each argument, Dynamo's position and what reads it
+    #: Of each of Dynamo's results, (what makes it, the number of results that it takes); empty if all are plain.
+    makes: tuple[tuple[Rebuild | None, int], ...]
+
+    def read(self, given: Sequence[Any]) -> tuple[Any, ...]:
+        """The arguments of the graph, for those of Dynamo."""
+        return tuple([given[at] if get is None else get(given[at]) for at, get in self.reads])
+
+    def made(self, returned: Any) -> Any:
+        """What Dynamo expects, from what the graph returned."""
+        if not self.makes:
+            return returned
+        parts = iter(returned)
+        groups = [(make, [next(parts) for _ in range(count)]) for make, count in self.makes]
+        return type(returned)([group[0] if make is None else make(*group) for make, group in groups])
+
+
+def unwrapped(graph: fx.Graph) -> WrappedTensors | None:
+    """Replace each wrapper in a graph that Dynamo traced by the tensors in it; None if there is none.
+
+    Raises:
+        PartitionError: a size of a wrapper cannot be read from an input, or a wrapper is inside of a result.
+    """
+    reads: list[tuple[int, Callable[[Any], Any] | None]] = []
+    for position, node in enumerate(graph.find_nodes(op="placeholder")):
+        paths = as_parts(node) if is_wrapper(value_of(node)) else [()]
+        reads += [(position, operator.attrgetter(".".join(path)) if path else None) for path in paths]
+    made = [node for node in graph.nodes if node.op in CALLS and is_wrapper(value_of(node))]
+    for node in made:
+        if not isinstance(node.target, Rebuild):
+            _follow(node)
+    return WrappedTensors(tuple(reads), _plain_results(graph)) if made or any(get for _, get in reads) else None
+
+
+def as_parts(node: fx.Node) -> list[Path]:
+    """Replace the placeholder of a wrapper by one for each plain tensor in it; returns their paths."""
+    graph, found = node.graph, list(plain_tensors(value_of(node)))
+    plain = []
+    for path, tensor in found:
+        with graph.inserting_before(node):
+            plain.append(graph.placeholder(f"{node.name}_{'_'.join(path)}"))
+        plain[-1].meta = dynamo.part_meta(node, tensor, path)
+    with graph.inserting_before(next(other for other in graph.nodes if other.op != "placeholder")):
+        _rebuild(node, plain, list(node.users))
+    node.meta = {}  # guard: wrapper_forgotten: ``swap_tensors`` rejects tensors that have weak references
+    graph.erase_node(node)
+    return [path for path, _ in found]
+
+
+def _follow(node: fx.Node) -> None:
+    """Take the parts of a wrapper where it is made, and make the wrapper of them in each region that uses it."""
+    users, plain = list(node.users), []
+    last = node
+    for path, _ in plain_tensors(value_of(node)):
+        part = node
+        for name in path:
+            with node.graph.inserting_after(last):
+                value = getattr(value_of(part), name)
+                last = part = _made(part, node.graph.call_function(getattr, (part, name)), value)
+        plain.append(part)
+    with node.graph.inserting_after(last):
+        _rebuild(node, plain, users)
+
+
+def _rebuild(node: fx.Node, plain: Sequence[fx.Node], users: Sequence[fx.Node]) -> None:
+    """Give ``users`` a call that makes the wrapper of ``node`` again, of nodes for the plain tensors in it."""
+    if not users:
+        return
+    given: list[Any] = []
+    recipe, tensors = rebuild_of(value_of(node), given), iter(plain)
+    args = [next(tensors) if isinstance(one, torch.Tensor) else _size(node, plain, one) for one in given]
+    built = _repeated(node, recipe, tuple(args), value_of(node))
+    for size in args:  # after its sizes, which were made before it
+        if size.op != "placeholder" and RECOMPUTED in size.meta:
+            built.prepend(size)
+    for user in users:
+        user.replace_input_with(node, built)
+
+
+def _size(node: fx.Node, plain: Sequence[fx.Node], size: torch.SymInt) -> fx.Node:
+    """A node for a size: an input, or a size or a stride of a plain tensor."""
+    expression: Any = symbolic.expression_of(size)
+    known = symbol_placeholders(node.graph).get(expression)
+    if known is not None:
+        return known
+    for part in plain:
+        for op, numbers in _SIZES:
+            for dim, number in enumerate(numbers(value_of(part))):
+                if symbolic.expression_of(number) == expression:
+                    return _repeated(node, op, (part, dim), size)
+    raise PartitionError(
+        f"a size of a {type(value_of(node)).__name__} cannot be computed from the tensors in it",
+        expected="sizes that are fixed, or those of a tensor in it",
+        found=f"{size} in {tuple(value_of(node).shape)}",
+        remedy="compile with dynamic=False, or pass the tensors in it and make the wrapper inside of the model",
+    )
+
+
+def _repeated(source: fx.Node, target: Any, args: tuple[Any, ...], value: Any) -> fx.Node:
+    """A call that each region which uses it makes."""
+    made = _made(source, source.graph.call_function(target, args), value)
+    made.meta[RECOMPUTED] = True
+    return made
+
+
+def _made(source: fx.Node, node: fx.Node, value: Any) -> fx.Node:
+    node.meta = {key: source.meta[key] for key in ("stack_trace", "nn_module_stack") if key in source.meta}
+    node.meta["example_value"] = value
+    return node
+
+
+def _plain_results(graph: fx.Graph) -> tuple[tuple[Rebuild | None, int], ...]:
+    """Return the parts of each wrapper among the results, and how Dynamo's results are made of them."""
+    output: Any = graph.output_node()
+    wrappers = [node for node in output.all_input_nodes if is_wrapper(value_of(node))]
+    if not wrappers:
+        return ()
+    results: Any = output.args[0]
+    if not isinstance(results, (tuple, list)) or any(node not in results for node in wrappers):
+        raise PartitionError(
+            f"a {type(value_of(wrappers[0])).__name__} is inside of a result",
+            expected="a tensor that wraps others as a result of its own",
+            found="a graph that returns it in a container",
+            remedy="return the tensors in it",
+        )
+    groups: list[Any] = [(node.target, node.args) if node in wrappers else (None, (node,)) for node in results]
+    output.args = (type(results)(part for _, parts in groups for part in parts),)
+    for node in wrappers:
+        if not node.users:
+            graph.erase_node(node)
+    return tuple((make, len(parts)) for make, parts in groups)
