@@ -12,7 +12,8 @@ import torch
 from cgpass.sizes import Expression, InputLayout, Sizes, simplifier, symbols_in, value_at
 from graphpass.capture.outputs import clone_pool_tensors, view_of
 from graphpass.capture.staging import WIDEST_ELEMENT_BYTES, extent, same_view
-from graphpass.compat import memory, nnmodules, symbolic
+from graphpass.compat import memory, symbolic
+from graphpass.compat.subclasses import is_made_of_tensors
 from graphpass.paddedcalls import dense_strides, prefix
 from graphpass.regions.execute import storages_of, value_of
 from graphpass.regions.split import Partition
@@ -204,7 +205,7 @@ def _outputs(parts: Partition) -> tuple[_Output, ...]:
     kinds = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
     found: list[_Output] = []
     for index, (name, value) in enumerate(parts.output_values):
-        if isinstance(value, torch.Tensor) and not nnmodules.inner_tensors(value):
+        if isinstance(value, torch.Tensor) and not is_made_of_tensors(value):
             storage = memory.storage_id(value)
             viewed = _viewed(parts, inputs, name, homes.get(storage, []))
             found.append(

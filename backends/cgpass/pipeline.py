@@ -21,7 +21,7 @@ from cgpass.paddingpass import PaddingPasses
 from cgpass.sizes import NamedSizes
 from graphpass.capture.runtime import GraphRuntime, runtime_of_compiler
 from graphpass.compat import dynamo, nnmodules, saving, sideeffects, symbolic
-from graphpass.compat.subclasses import is_wrapper
+from graphpass.compat.subclasses import is_opaque
 from graphpass.compile import (
     CompiledRegion,
     CompiledRegions,
@@ -456,7 +456,7 @@ def _needs_autograd(values: Sequence[Any]) -> bool:
 
 def _refuse_subclasses(values: Sequence[Any]) -> None:
     for value in values:
-        if isinstance(value, torch.Tensor) and nnmodules.is_wrapper_subclass(value) and not is_wrapper(value):
+        if isinstance(value, torch.Tensor) and is_opaque(value):
             raise DeviceError(
                 "this tensor subclass cannot be captured",
                 expected="a plain tensor, or one that wraps others (`__tensor_flatten__`) and is not nested",

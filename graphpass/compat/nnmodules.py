@@ -1,4 +1,4 @@
-"""Module internals, tensor subclasses, and the lines and modules of the user that a graph's nodes come from."""
+"""Module internals, and the lines and modules of the user that a graph's nodes come from."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-from graphpass.compat import subclasses
 
 
 def tensor_dicts(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -41,29 +38,6 @@ def has_hooks(module: torch.nn.Module) -> bool:
 def hooks_of(module: torch.nn.Module) -> list[Any]:
     """The hook dicts, of all kinds, of a module and its submodules; not copies."""
     return [hooks for part in module.modules() for name, hooks in vars(part).items() if "_hooks" in name]
-
-
-def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's class defines ``__torch_dispatch__`` (DTensor, for example); False for fake tensors."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return is_traceable_wrapper_subclass(tensor) or (
-        not isinstance(tensor, FakeTensor) and type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    )
-
-
-def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors of which a wrapper (a nested tensor, a DTensor) consists; empty for any other tensor."""
-    if not is_traceable_wrapper_subclass(tensor):
-        return []
-    parts = [part for _, part in subclasses.parts_of(tensor) if isinstance(part, torch.Tensor)]
-    return [plain for part in parts for plain in inner_tensors(part) or (part,)]
-
-
-def views_wrapper(value: Any) -> bool:
-    """Whether a value is a plain tensor, but a view of a tensor that wraps others."""
-    base = value._base if isinstance(value, torch.Tensor) else None
-    return base is not None and not inner_tensors(value) and bool(inner_tensors(base))
 
 
 def path_of_graph(graph_module: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,25 @@ Path = tuple[str, ...]
 
 def is_wrapper(value: Any) -> bool:
     """Whether a value is a tensor that wraps others and that compilers see through. Nested tensors are none."""
-    return is_traceable_wrapper_subclass(value) and not getattr(value, "is_nested", False)
+    return is_made_of_tensors(value) and not value.is_nested
+
+
+def is_opaque(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's class dispatches operators itself and is no wrapper, a nested tensor for example."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    dispatches = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return dispatches and not isinstance(tensor, FakeTensor) and not is_wrapper(tensor)
+
+
+def views_wrapper(value: Any) -> bool:
+    """Whether a value is a plain tensor, but a view of a tensor that consists of others."""
+    base = value._base if isinstance(value, torch.Tensor) else None
+    return is_made_of_tensors(base) and not is_made_of_tensors(value)
+
+
+is_made_of_tensors: Callable[[Any], bool] = is_traceable_wrapper_subclass
+"""Whether a value is a tensor that consists of others: a wrapper or a nested tensor."""
 
 
 def parts_of(wrapper: Any) -> list[tuple[str, Any]]:
@@ -27,8 +45,8 @@ def parts_of(wrapper: Any) -> list[tuple[str, Any]]:
 
 
 def plain_tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
-    """(path, tensor) of all plain tensors in a wrapper; of a plain tensor, itself."""
-    if is_wrapper(value):
+    """(path, tensor) of all plain tensors in a wrapper or a nested tensor; of a plain tensor, itself."""
+    if is_made_of_tensors(value):
         for name, part in parts_of(value):
             yield from plain_tensors(part, (*path, name))
     elif isinstance(value, torch.Tensor):

@@ -16,9 +16,9 @@ import sympy
 import torch
 from torch import fx
 
-from graphpass.compat import dynamo, nnmodules, operators, symbolic
+from graphpass.compat import dynamo, operators, symbolic
 from graphpass.compat.nnmodules import where_of
-from graphpass.compat.subclasses import is_wrapper
+from graphpass.compat.subclasses import is_made_of_tensors, is_wrapper, views_wrapper
 from graphpass.errors import DeviceError, PartitionError
 from graphpass.ledger import Reason
 from graphpass.regions.execute import (
@@ -37,6 +37,7 @@ REBUILT = "graphpass_rebuilt"
 CALLS = ("call_function", "call_method", "call_module")
 
 _CAPTURED_IN_A_WHOLE = frozenset({"splitting op", "nothing to capture", "reshaped in place", "beyond a region"})
+_WRITE_INTO = "write into the tensors in it, or change it outside of the compiled model"
 _NOT_PADDED = frozenset({"exchanged memory", "nested tensor"})
 
 
@@ -282,7 +283,7 @@ class _Walk:
             written = self._run(node, known)
         if written:
             self.writes[node] = written
-        if nnmodules.views_wrapper(value_of(node)):
+        if views_wrapper(value_of(node)):
             node.meta["example_value"] = symbolic.without_base(value_of(node), self.fake_mode)
         # A number read from a tensor on the CPU may have a hint, as if it were a size; no input is its value either.
         fresh = free_symbols(value_of(node)) - self._bound  # guard: numbers_read_on_the_cpu
@@ -300,21 +301,18 @@ class _Walk:
         if not known:
             node.meta["example_value"] = execution.value
         if execution.exchanged:
-            _refuse_lost_parts(node, execution.exchanged)
+            for given in filter(lambda given: is_wrapper(value_of(given)), execution.exchanged):
+                # guard: wrapper_parts
+                raise refused_wrapper(given, f"gets another tensor from {display_name(node)}", _WRITE_INTO)
             self.exchanged.extend(execution.exchanged)
             self.memory.update(dict.fromkeys(execution.memory, _by_exchange(node)))
         return (execution.written | execution.memory) & argument_storages(node)
 
 
-def _refuse_lost_parts(node: fx.Node, exchanged: Sequence[fx.Node]) -> None:
-    """Refuse an operator that puts another tensor into a wrapper: the caller's own would not change."""
-    for wrapper in (argument for argument in exchanged if is_wrapper(value_of(argument))):  # guard: wrapper_parts
-        raise PartitionError(
-            f"{display_name(node)} puts another tensor into a {type(value_of(wrapper)).__name__}",
-            expected="operators that write into the tensors in it",
-            found=where_of(node.meta.get("stack_trace")) or node.name,
-            remedy="change it outside of the compiled model",
-        )
+def refused_wrapper(node: fx.Node, why: str, remedy: str) -> PartitionError:
+    """Why a graph with the wrapper that is the value of ``node`` cannot be split."""
+    kind, where = type(value_of(node)).__name__, where_of(node.meta.get("stack_trace"))
+    return PartitionError(f"a {kind} {why}", expected="no such use of it", found=where or node.name, remedy=remedy)
 
 
 def _by_exchange(node: fx.Node) -> SplitReason:
@@ -424,7 +422,7 @@ def _nested_results(graph: fx.Graph) -> dict[int, SplitReason]:
     """The memory of results that consist of several tensors, which a caller keeps."""
     outputs: Any = graph.output_node()
     results = [value_of(node) for node in outputs.all_input_nodes]
-    wrappers = [value for value in results if isinstance(value, torch.Tensor) and value.is_nested]
+    wrappers = [value for value in results if is_made_of_tensors(value) and value.is_nested]
     nested = SplitReason(
         kind="nested tensor",
         detail="a result consists of several tensors",

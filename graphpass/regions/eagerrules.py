@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from graphpass.compat import nnmodules, operators
+from graphpass.compat.subclasses import is_made_of_tensors
 from graphpass.errors import PartitionError, did_you_mean
 from graphpass.regions.analysis import SplitReason, facts_of, free_symbols
 from graphpass.regions.execute import execute, storages_of, tensors_in, value_of, values_at
@@ -124,7 +125,7 @@ def nested_tensor(node: fx.Node) -> SplitReason | None:
     """A tensor that consists of several tensors (``torch.jagged``): Python code chooses what is done to each."""
     values = values_at(node)
     for value in values:
-        if isinstance(value, torch.Tensor) and value.is_nested and nnmodules.inner_tensors(value):
+        if is_made_of_tensors(value) and value.is_nested:
             text = f"{display_name(node)} has a tensor that consists of several tensors ({value.layout})"
             remedy = "compute with the values and the offsets, or with a padded tensor and its mask"
             return SplitReason("nested tensor", text, remedy=remedy)

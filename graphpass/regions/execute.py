@@ -14,7 +14,8 @@ import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
-from graphpass.compat import memory, nnmodules, operators, symbolic, trees
+from graphpass.compat import memory, operators, symbolic, trees
+from graphpass.compat.subclasses import plain_tensors
 
 # Operators that write to arguments without a mark in the schema: {operator: (written arguments, flag that enables it)}.
 UNDECLARED_WRITES = {
@@ -63,8 +64,7 @@ def values_at(node: fx.Node) -> list[Any]:
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """The tensors inside a value, in order; those inside a tensor that wraps others, such as a nested one."""
     if isinstance(value, torch.Tensor):
-        inner = nnmodules.inner_tensors(value)
-        yield from inner or (value,)
+        yield from (tensor for _, tensor in plain_tensors(value))
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from tensors_in(item)

@@ -18,8 +18,7 @@ from torch import fx
 
 from graphpass.compat import dynamo, symbolic
 from graphpass.compat.subclasses import Path, Rebuild, is_wrapper, plain_tensors, rebuild_of
-from graphpass.errors import PartitionError
-from graphpass.regions.analysis import CALLS, RECOMPUTED, symbol_placeholders
+from graphpass.regions.analysis import CALLS, RECOMPUTED, refused_wrapper, symbol_placeholders
 from graphpass.regions.execute import value_of
 
 _SIZES = ((torch.ops.aten.sym_size.int, torch.Tensor.size), (torch.ops.aten.sym_stride.int, torch.Tensor.stride))
@@ -81,15 +80,13 @@ def as_parts(node: fx.Node) -> list[Path]:
 def _follow(node: fx.Node) -> None:
     """Take the parts of a wrapper where it is made, and make the wrapper of them in each region that uses it."""
     users, plain = list(node.users), []
-    last = node
-    for path, _ in plain_tensors(value_of(node)):
-        part = node
-        for name in path:
-            with node.graph.inserting_after(last):
+    with node.graph.inserting_before(node.next):
+        for path, _ in plain_tensors(value_of(node)):
+            part = node
+            for name in path:
                 value = getattr(value_of(part), name)
-                last = part = _made(part, node.graph.call_function(getattr, (part, name)), value)
-        plain.append(part)
-    with node.graph.inserting_after(last):
+                part = _made(part, node.graph.call_function(getattr, (part, name)), value)
+            plain.append(part)
         _rebuild(node, plain, users)
 
 
@@ -101,9 +98,6 @@ def _rebuild(node: fx.Node, plain: Sequence[fx.Node], users: Sequence[fx.Node]) 
     recipe, tensors = rebuild_of(value_of(node), given), iter(plain)
     args = [next(tensors) if isinstance(one, torch.Tensor) else _size(node, plain, one) for one in given]
     built = _repeated(node, recipe, tuple(args), value_of(node))
-    for size in args:  # after its sizes, which were made before it
-        if size.op != "placeholder" and RECOMPUTED in size.meta:
-            built.prepend(size)
     for user in users:
         user.replace_input_with(node, built)
 
@@ -119,12 +113,7 @@ def _size(node: fx.Node, plain: Sequence[fx.Node], size: torch.SymInt) -> fx.Nod
             for dim, number in enumerate(numbers(value_of(part))):
                 if symbolic.expression_of(number) == expression:
                     return _repeated(node, op, (part, dim), size)
-    raise PartitionError(
-        f"a size of a {type(value_of(node)).__name__} cannot be computed from the tensors in it",
-        expected="sizes that are fixed, or those of a tensor in it",
-        found=f"{size} in {tuple(value_of(node).shape)}",
-        remedy="compile with dynamic=False, or pass the tensors in it and make the wrapper inside of the model",
-    )
+    raise refused_wrapper(node, f"has the size {size}, which no tensor in it has", "compile with dynamic=False")
 
 
 def _repeated(source: fx.Node, target: Any, args: tuple[Any, ...], value: Any) -> fx.Node:
@@ -148,15 +137,7 @@ def _plain_results(graph: fx.Graph) -> tuple[tuple[Rebuild | None, int], ...]:
         return ()
     results: Any = output.args[0]
     if not isinstance(results, (tuple, list)) or any(node not in results for node in wrappers):
-        raise PartitionError(
-            f"a {type(value_of(wrappers[0])).__name__} is inside of a result",
-            expected="a tensor that wraps others as a result of its own",
-            found="a graph that returns it in a container",
-            remedy="return the tensors in it",
-        )
+        raise refused_wrapper(wrappers[0], "is returned in a container", "return the tensors in it")
     groups: list[Any] = [(node.target, node.args) if node in wrappers else (None, (node,)) for node in results]
     output.args = (type(results)(part for _, parts in groups for part in parts),)
-    for node in wrappers:
-        if not node.users:
-            graph.erase_node(node)
     return tuple((make, len(parts)) for make, parts in groups)
