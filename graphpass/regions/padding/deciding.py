@@ -18,7 +18,7 @@ from graphpass.regions.padding.making import Made, Making, base_name
 from graphpass.regions.padding.neutral import NEUTRAL
 from graphpass.regions.padding.pointwise import cast, entry_by_entry
 from graphpass.regions.padding.program import AtenGraph, references
-from graphpass.regions.padding.proof import InputsOf, PaddingProof, decided, findings_of_results
+from graphpass.regions.padding.proof import InputsOf, decided, findings_of_results
 from graphpass.regions.padding.repairs import REPAIRS, ZERO_PADDING
 from graphpass.regions.padding.sizes import Sizes
 from graphpass.regions.padding.table import rule_for
@@ -43,27 +43,23 @@ class Asked:
         """Whether these key fields can be padded together in the graph as it is, and nothing else is asked for."""
         if any(node.op.startswith(ZERO_PADDING) for node in graph.nodes):
             return False
-        sizes = Sizes({symbol: field for symbol, field in self.fields.items() if field in fields})
-        return not self.answer(Walk(graph, sizes, frozenset()), sizes, graph)[1]
+        return not self._walked(graph, fields)[1]
 
     def num_proved(self, graph: AtenGraph) -> int:
-        """How many key fields can be padded together in the graph as it is."""
-
-        def attempt(candidates: Mapping[sympy.Symbol, str]) -> tuple[Interpretation, tuple[PaddingFinding, ...]]:
-            sizes = Sizes(candidates)
-            return self.answer(Walk(graph, sizes, frozenset()), sizes, graph)
-
-        return _num_proved(decided(self.fields, attempt))
+        """How many key fields can be padded together in the graph as it is, earlier ones first."""
+        accepted: list[str] = []
+        for field in self.fields.values():
+            accepted += [] if self._walked(graph, [*accepted, field])[1] else [field]
+        return len(accepted)
 
     def is_safe(self, graph: AtenGraph, fields: Collection[str]) -> bool:
         """Whether these key fields can be padded in the graph as it is, for any contents of real entries."""
-        sizes = Sizes({symbol: field for symbol, field in self.fields.items() if field in fields})
-        run, findings = self.answer(Walk(graph, sizes, frozenset()), sizes, graph)
+        run, findings = self._walked(graph, fields)
         return not findings and run.assumptions <= {ALL_FINITE}  # guard: made_fills_assume_nothing
 
-
-def _num_proved(proof: PaddingProof) -> int:
-    return sum(verdict is Verdict.PROVED for verdict in proof.verdicts.values())
+    def _walked(self, graph: AtenGraph, fields: Collection[str]) -> tuple[Interpretation, tuple[PaddingFinding, ...]]:
+        sizes = Sizes({symbol: field for symbol, field in self.fields.items() if field in fields})
+        return self.answer(Walk(graph, sizes, frozenset()), sizes, graph)
 
 
 def _is_recorded_whole(node: fx.Node, op: str) -> bool:
@@ -84,18 +80,21 @@ def made(graph: AtenGraph, asked: Asked, recorded: Mapping[int, fx.Node]) -> Mad
     if len(set(asked.fields.values())) != len(asked.fields):  # guard: made_sizes_are_apart
         return None
     can_change = [at for at, node in recorded.items() if _is_recorded_whole(node, graph.nodes[at].op)]
-    last: list[Making] = []
+    accepted: list[Making] = []
 
     def attempt(candidates: Mapping[sympy.Symbol, str]) -> tuple[Interpretation, tuple[PaddingFinding, ...]]:
         sizes = Sizes(candidates)
-        last[:] = [Making(graph, sizes, can_change, REPAIRS)]
-        return asked.answer(last[0], sizes, graph)
+        run = Making(graph, sizes, can_change, REPAIRS)
+        result, findings = asked.answer(run, sizes, graph)
+        if not findings:
+            accepted[:] = [run]
+        return result, findings
 
     proof = decided(asked.fields, attempt)
     fields = [field for field, verdict in proof.verdicts.items() if verdict is Verdict.PROVED]
     is_all = len(fields) == len(asked.fields)
     helps = is_all or len(fields) > asked.num_proved(graph)  # guard: made_where_it_helps
-    return last[0].result(tuple(fields)) if last[0].insertions and helps else None
+    return accepted[0].result(tuple(fields)) if fields and accepted[0].insertions and helps else None
 
 
 _MOST_FILLED = 3

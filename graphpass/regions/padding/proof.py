@@ -141,10 +141,13 @@ def decided(fields: Mapping[sympy.Symbol, str], attempt: Attempt) -> PaddingProo
     if findings:
         accepted = []
         for field in order:
-            _, findings_of_attempt = attempt(padded([*accepted, field]))  # guard: proof_fields_alone
+            tried, findings_of_attempt = attempt(padded([*accepted, field]))  # guard: proof_fields_alone
             refused.update(dict.fromkeys(findings_of_attempt))
-            accepted += [] if findings_of_attempt else [field]
-        run, _ = attempt(padded(accepted))
+            if not findings_of_attempt:
+                accepted.append(field)
+                run = tried
+        if not accepted:
+            run, _ = attempt({})
     verdicts = {field: Verdict.PROVED if field in accepted else Verdict.UNPROVED for field in order}
     factors = tuple(
         tuple(tuple(map(sympy.sympify, of_dim)) for of_dim in output.factors)
