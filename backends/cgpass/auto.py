@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from cgpass.appended import AppendedInputs
+from cgpass.exactgraphs import ExactGraphs
 from cgpass.keyrules import AutoRules
 from cgpass.nograph import (
     BUSY,
@@ -23,9 +24,11 @@ from cgpass.nograph import (
     FASTER_WITHOUT,
     FIRST_CALLS,
     NOT_PADDED,
+    NOT_PLAIN,
     NUMBER_IN_KEY,
     ON_THE_CPU,
     OTHER_INPUTS,
+    PLAIN,
     FailedCaptures,
     NoGraphNowError,
     refused,
@@ -37,7 +40,7 @@ from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.scope import CaptureScope
 from graphpass.capture.settings import restoring
 from graphpass.compat import memory
-from graphpass.compile import Tuner
+from graphpass.compile import Tuner, chosen, summary
 from graphpass.context import ForwardContext
 from graphpass.dispatch.owngraphs import MOST_LOSSES, RecurringSize, Serve
 from graphpass.dispatch.recurring import RecurringKey
@@ -194,7 +197,27 @@ class AutoDispatcher:
             return call
         if serve is Serve.WITHOUT:
             return replace(FASTER_WITHOUT, sizes=self._rules.keys.named(call.real))
+        if serve is Serve.PLAIN and self._compiled_plain(self._calls.exact):
+            self._calls.exact.drop(size)
         return self._calls.own_of(call, args)
+
+    def _compiled_plain(self, exact: ExactGraphs) -> bool:
+        """Compile the regions without what makes their padding neutral, if they are not; whether they are now."""
+        start_s, problem = self._clock_s(), ""
+        try:
+            with restoring((), (), self._device):
+                is_compiled = all(region.compile() for region in self._graphs.plain)
+        except Exception as error:
+            is_compiled, problem = False, f": {summary(error)}"
+        exact.compiled_plain(self._clock_s() - start_s, is_compiled=is_compiled)
+        text = PLAIN if is_compiled else f"{NOT_PLAIN}{problem}"
+        self._runtime.note(text, at=self._name)
+        return is_compiled
+
+    def _choosing(self, call: ServedCall) -> contextlib.AbstractContextManager[None]:
+        """What is entered to capture a call: the graph of its own size may contain no insertions."""
+        is_plain = call.key.is_exact and call.size is not None and call.size.insertions_s is not None
+        return chosen(self._graphs.plain) if is_plain else contextlib.nullcontext()  # guard: plain_at_exact_sizes
 
     def _num_graphs(self, descriptor: BatchDescriptor) -> int:
         """How many graphs a key has: one for each set of static inputs; 0 if a region has none."""
@@ -239,7 +262,7 @@ class AutoDispatcher:
             outputs = self._run(call, args, may_capture=True)
             self._rules.keys.captured(call.key, self._num_graphs(call.key.descriptor))
         else:
-            with self._permission(call.key):
+            with self._permission(call.key), self._choosing(call):
                 is_new = not call.key.is_captured  # guard: capture_timed_once
                 outputs = self._run(call, args, may_capture=True)
             device = self._runtime.lease.device

@@ -43,6 +43,8 @@ class ExactGraphs(RecurringSizes):
         settings: Settings,
         wrappers: Sequence[CUDAGraphWrapper],
         device: torch.device,
+        *,
+        has_plain: bool,
     ) -> None:
         self._name, self._runtime, self._wrappers = name, runtime, wrappers
         self._mode, self._keys = rules.mode, rules.keys
@@ -51,12 +53,13 @@ class ExactGraphs(RecurringSizes):
         self._runs_alone = rules.mode is CUDAGraphMode.FULL and not never_without
         is_timed = device.type != "cpu"
         self._ranks: Lockstep | None = runtime.lockstep.get(name)
-        compiled = [astuple(record.seconds) for record in runtime.callables() if record.name == name]
+        compiled = [record.seconds for record in runtime.callables() if record.name == name]
         super().__init__(
             PROCESS_MEMORY.shared(OwnGraphs, device),
             bytes_allowed(settings.graph_bytes, total_bytes(device), has_ladder=bool(settings.capture_sizes)),
             is_timed=is_timed,
-            spent=sum(map(sum, compiled)) * is_timed,
+            spent=sum(map(sum, map(astuple, compiled))) * is_timed,
+            plain_s=sum(one.compile for one in compiled) if has_plain and is_timed else None,
             most=None if self._ranks is None else self._ranks.most,
         )
 

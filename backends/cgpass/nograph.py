@@ -31,6 +31,8 @@ BUSY = Reason(
     "capture before other threads start (capture() or precapture()), or compile a model for each thread, with options"
     " runtime=graphpass.GraphRuntime(), dispatch='auto'",
 )
+PLAIN = "compiled once more, without what makes padding neutral, for graphs of sizes that recur"
+NOT_PLAIN = "graphs of sizes that recur contain what makes padding neutral: it cannot be compiled without"
 NOT_PADDED = f"leave the dimension out of dynamic_dims, or hide the padding from the model {DECLARE_MASK}"
 _AFTER_FAILURE = "run it at that size with mode='NONE': if it fails there, too, the model causes it, else the capture"
 

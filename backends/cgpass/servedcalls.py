@@ -249,7 +249,8 @@ class ServedCalls:
     def _exact_graphs(self, args: Sequence[Any]) -> ExactGraphs | None:
         if self.exact is None and self._settings.graph_bytes != 0:
             device, wrappers = self._runtime.lease.device_for(args).device, self._graphs.wrappers(self._rules.mode)
-            self.exact = ExactGraphs(self._name, self._runtime, self._rules, self._settings, wrappers, device)
+            given = self._name, self._runtime, self._rules, self._settings, wrappers, device
+            self.exact = ExactGraphs(*given, has_plain=bool(self._graphs.plain))
         return self.exact
 
     def _inputs(self, real: Sequence[int], sizes: Sequence[int], args: Sequence[Any]) -> PaddedArguments | InputLayout:

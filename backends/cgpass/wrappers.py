@@ -45,6 +45,8 @@ class CallableGraphs:
         returns_flat: bool,
     ) -> None:
         self._name, self._runtime, self._policy, self._returns_flat = name, runtime, policy, returns_flat
+        #: the regions without what makes padding neutral, for the graphs of sizes that are not padded
+        self.plain = tuple(dict.fromkeys(region.plain for region in compiled.values() if region.plain is not None))
         self._callees = wrapped_regions(name, partition, compiled, runtime, policy)
         self.stitched = partition.bind(self._callees)  #: the regions in order, each by its wrapper
         self.static = tuple(p for p, given in enumerate(partition.inputs) if given.is_static)

@@ -1,6 +1,14 @@
 """Compiles each distinct region structure once: with Inductor, with AOTAutograd alone, or not at all."""
 
-from graphpass.compile.compilers import COMPILERS, GraphTrace, RegionPass, RegionTrace, compile_training, reading
+from graphpass.compile.compilers import (
+    COMPILERS,
+    GraphTrace,
+    RegionPass,
+    RegionTrace,
+    compile_training,
+    reading,
+    summary,
+)
 from graphpass.compile.once import (
     CompiledRegion,
     CompiledRegions,
@@ -9,6 +17,7 @@ from graphpass.compile.once import (
     WaitingFunction,
     traced_regions,
 )
+from graphpass.compile.plain import PlainRegion, chosen
 from graphpass.compile.tuning import TunedRegion, Tuner, Tuning
 
 __all__ = [
@@ -16,6 +25,7 @@ __all__ = [
     "CompiledRegion",
     "CompiledRegions",
     "GraphTrace",
+    "PlainRegion",
     "RegionCompiler",
     "RegionPass",
     "RegionTrace",
@@ -24,7 +34,9 @@ __all__ = [
     "Tuner",
     "Tuning",
     "WaitingFunction",
+    "chosen",
     "compile_training",
     "reading",
+    "summary",
     "traced_regions",
 ]

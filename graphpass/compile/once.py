@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -28,7 +29,8 @@ from graphpass.compile.compilers import (
     own_copy,
     trace_alone,
 )
-from graphpass.compile.structure import Structure, inputs_within, structure_of
+from graphpass.compile.plain import PlainRegion
+from graphpass.compile.structure import Structure, inputs_within, structure_of, symbols_of
 from graphpass.compile.tuning import Measurement, SizedArtifact, TunedRegion, Tuning
 
 SizeRanges = tuple[sympy.Symbol, Sequence[tuple[int, int]]]
@@ -160,6 +162,8 @@ class CompiledRegion:
     sized: tuple[SizedArtifact, ...] = ()  #: the first that serves a size is used instead of ``function``
     guards: tuple[sympy.Basic, ...] = ()  #: what the compilation assumed, over the symbols of the structural key
     tuned: TunedRegion | None = None  #: chooses among variants of the artifacts; None if the region is not to be tuned
+    #: without what makes padding neutral, for the graphs of sizes that are not padded; None if there is nothing such
+    plain: PlainRegion | None = None
 
     def __call__(self, *args: Any) -> Any:
         """Run the artifact for these arguments, or the traced region if no artifact is valid for them."""
@@ -179,8 +183,9 @@ class CompiledRegion:
         # guard: written_inputs_overlap
         if self.written_inputs is not None and self.written_inputs.defeat_compilers(args):
             return self.uncompiled
-        if self.size_position is None:
-            return self.function
+        plain = None if self.plain is None else self.plain.function_for(args)
+        if plain is not None or self.size_position is None:
+            return plain or self.function
         size = (args[self.size_position],)
         return next((artifact.function for artifact in self.sized if artifact.serves(size)), self.function)
 
@@ -327,13 +332,19 @@ def _compiled(
     def within(
         bounds: Mapping[sympy.Symbol, tuple[int | None, int | None]],
         sizes: Mapping[sympy.Symbol, int] | None = None,
+        *,
+        is_plain: bool = False,
         **settings: Any,
     ) -> SizedArtifact | None:
-        """An artifact for sizes within bounds, see :func:`inputs_within`; None if its inputs cannot be reproduced."""
+        """An artifact for sizes within bounds, see :func:`inputs_within`; None if its inputs cannot be reproduced.
+
+        A plain one has no insertions.
+        """
         inputs = inputs_within(examples, bounds, sizes)
         if inputs is None or (written is not None and written.defeat_compilers(inputs.values)):
             return None
-        again = trace(region) if trace and reader and reader.changed else None  # guard: made_in_variants
+        # guard: made_in_variants
+        again = trace(region) if trace and reader and reader.changed and not is_plain else None
         shown = [] if again is None else [TraceOnce(again, graph_module)]
         with dynamo.tracing_with(inputs.fake_mode):
             copy = own_copy(graph_module, keep_shapes=False)
@@ -356,6 +367,10 @@ def _compiled(
         position = next((p for p, value in enumerate(examples) if symbolic.expression_of(value) == symbol), None)
         sized = [within({symbol: bounds}) for bounds in wanted[1] if position is not None]
     computed = replace(region, graph_module=reader.changed) if reader and reader.changed else region
+    plain = None
+    if computed is not region and tuning is None:
+        bounds = dict.fromkeys(symbols_of(examples), (None, None))
+        plain = PlainRegion(examples, partial(within, bounds, is_plain=True))
     return CompiledRegion(
         function,
         opaque=compiler.opaque,
@@ -366,4 +381,5 @@ def _compiled(
         sized=tuple(artifact for artifact in sized if artifact is not None),
         guards=structure.canonical(added),
         tuned=None if tuning is None else TunedRegion(tuning, computed, examples, within),  # guard: tuned_with_made
+        plain=plain,
     )

@@ -36,6 +36,7 @@ _SHARE_OF_DEVICE = 0.01
 _HALF_LIFE = 1024  # calls
 _FASTER_WITHOUT = 0.9
 _NOISE = 0.01  # of a measured time; a smaller gain is none
+_COST_OF_INSERTIONS = 0.05  # of the time of a graph; a smaller one is not worth another artifact
 _SLACK = 0.5  # a size goes before others that cost up to twice as much
 _HYSTERESIS = 1.25  # a graph makes room only for one that saves this much more
 _REPLAYS_A_CAPTURE = 16  # where nothing is timed
@@ -206,6 +207,7 @@ class Serve(Enum):
     PADDED = "padding"
     CAPTURE = "a graph of its own, which the call captures"
     OWN = "its own graph"
+    PLAIN = "its own graph, which the call captures anew, without what makes padding neutral"
     WITHOUT = "a run without a graph"
 
 
@@ -220,10 +222,12 @@ class RecurringSize:
     run: Times  #: of the same without a graph, which may be none
     asks_at: float  #: the number of replays from which on the policy is asked at the next call
     replays: int = 0  #: over the padded graph, and over the graph of this size
-    start: int = 0  #: replays when its padding began, which is again when its graph was dropped
+    start: int = 0  #: replays when its padding or its own graph began
     forgotten: float = 0.0  #: replays that were too long ago to count for the present rate
     losses: int = 0  #: times that its graph could not serve a call, because a static input was another one
     own_bytes: int | None = None  #: what counts for its own graph; None while it has none
+    #: the time of its own graph with insertions, where those after it contain none; None where they do
+    insertions_s: float | None = None
 
     def gain(self) -> float:
         """What a replay over a graph of its own saves, by the times so far; 0 before the key was timed."""
@@ -256,6 +260,7 @@ class RecurringSizes:
         limit: the most bytes of all those graphs; None for no graphs.
         is_timed: whether times are seconds; False: rows, and a capture counts as some replays.
         spent: the time spent before the first call, in compiling.
+        plain_s: the time to compile all once more without insertions; None if there are none, or if that cannot be.
         clock: seconds of the present.
         most: the greatest of a number over the ranks in lockstep, which decide by counts of calls alone and ask it at
             captures; None: this process decides alone, by times.
@@ -268,6 +273,7 @@ class RecurringSizes:
         *,
         is_timed: bool = True,
         spent: float = 0.0,
+        plain_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         most: Callable[[int], int] | None = None,
     ) -> None:
@@ -283,6 +289,7 @@ class RecurringSizes:
         self._bytes, self._has_dropped, self._last_bytes = CaptureBytes(), False, 0
         self._least_s, self._own_s = math.inf, 0.0  # the least of a capture of any key, all captures of sizes
         self._spent = spent  # in compiling and in captures
+        self._plain_s = plain_s  # 0 when it is compiled
         shared.adopt(self)
 
     # -- what is told --------------------------------------------------------------------------------------------------
@@ -325,8 +332,13 @@ class RecurringSizes:
         self._last = self.calls()
         self._sizes[size.real] = size  # it may have been forgotten
         size.own_bytes = self._last_bytes = self._bytes.charged(pool_bytes, driver_bytes)
-        size.asks_at = size.replays + 1  # for the verdict, as soon as the time is known
+        size.start, size.asks_at = size.replays, size.replays + 1  # for the verdict, as soon as the time is known
         return self._is_in_bounds()
+
+    def compiled_plain(self, seconds: float, *, is_compiled: bool) -> None:
+        """Record that all was compiled without insertions, or could not be."""
+        self._spent += seconds
+        self._plain_s = 0.0 if is_compiled else None
 
     def dropped(self, size: RecurringSize, losses: int = 0) -> None:
         """Record that a size has no graph of its own any more, or could get none; it may get one again."""
@@ -386,10 +398,28 @@ class RecurringSizes:
         if self._most is not None or own_s is None or padded_s is None:
             return Serve.OWN
         size.asks_at = _NEVER
-        if is_faster(own_s, padded_s) and self._is_in_bounds():
+        if not is_faster(own_s, padded_s) or not self._is_in_bounds():
+            self.drop(size, MOST_LOSSES)
+            return Serve.PADDED
+        if size.insertions_s is None:
+            return self._own_or_plain(size, own_s)
+        if size.insertions_s <= (1 + _COST_OF_INSERTIONS) * own_s:  # guard: plain_where_insertions_cost
+            self._plain_s = None  # for other sizes, too
+        return Serve.OWN
+
+    def _own_or_plain(self, size: RecurringSize, own_s: float) -> Serve:
+        """A size's own graph; or one without insertions, once that takes a small share of the time in own graphs."""
+        if self._plain_s is None:
             return Serve.OWN
-        self.drop(size, MOST_LOSSES)
-        return Serve.PADDED
+        sizes = list(self._sizes.values()) if self._plain_s else [size]
+        own = [one for one in sizes if one.own_bytes is not None and one.insertions_s is None]
+        spent = sum((one.replays - one.start) * (one.replayed.at(one.rows) or 0.0) for one in own)
+        missing = (self._plain_s + self._capture_s(size)) / SHARE_OF_TIME - spent  # guard: plain_pays
+        if missing > 0 or self.calls() - self._last < CALLS_BETWEEN:
+            size.asks_at = size.replays + max(1, math.ceil(missing / own_s / len(own)))
+            return Serve.OWN
+        size.insertions_s = own_s
+        return Serve.PLAIN
 
     def _is_due(self, size: RecurringSize) -> bool:
         """Whether the next call of a size captures a graph of its own."""

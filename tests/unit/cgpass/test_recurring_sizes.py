@@ -18,7 +18,9 @@ from cgpass.exactgraphs import _with_launches
 from cgpass.paddingcheck import PaddedCall
 from graphpass import GraphRuntime
 from graphpass.capture.cuda import PROCESS_MEMORY
-from graphpass.dispatch.owngraphs import CALLS_BETWEEN, OwnGraphs, RecurringSize, RecurringSizes, Times
+from graphpass.compile import PlainRegion, chosen
+from graphpass.compile.tuning import SizedArtifact
+from graphpass.dispatch.owngraphs import CALLS_BETWEEN, OwnGraphs, RecurringSize, RecurringSizes, Serve, Times
 from tests.threads import in_threads
 from tests.unit.compiled import Compiled, agrees
 from tests.unit.models import module
@@ -332,3 +334,74 @@ def test_a_run_without_a_graph_counts_its_launches(replay: float, run: float, ex
     replayed.add(8, lambda: replay)
     without.add(8, functools.partial(_with_launches, lambda: run))
     assert RecurringSize((5,), 5, 8, replayed, without, asks_at=3).is_faster_without() == expected
+
+
+# -- without what makes padding neutral --------------------------------------------------------------------------------
+
+
+def centred(x: torch.Tensor) -> torch.Tensor:
+    """Padding is made, for the sum over rows."""
+    return x - x.exp().sum(0)
+
+
+@pytest.fixture
+def plain_when_asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """As soon as a size has a graph of its own, insertions have cost enough. The rows of calls of plain artifacts."""
+    plain_rows: list[int] = []
+    function_for = PlainRegion.function_for
+
+    def own_or_plain(self: RecurringSizes, size: RecurringSize, own_s: float) -> Serve:
+        size.insertions_s = own_s
+        return Serve.PLAIN
+
+    def counted(self: PlainRegion, args: Any) -> Any:
+        function = function_for(self, args)
+        rows = next(len(given) for given in args if isinstance(given, torch.Tensor))
+        plain_rows.extend([] if function is None else [rows])
+        return function
+
+    monkeypatch.setattr(RecurringSizes, "_own_or_plain", own_or_plain)
+    monkeypatch.setattr(PlainRegion, "function_for", counted)
+    return plain_rows
+
+
+@MODES
+def test_an_own_graph_without_insertions_serves_its_size_alone(
+    mode: str, rt: GraphRuntime, plain_when_asked: list[int]
+) -> None:
+    fast = Served(rt, centred, mode, compiler="aot_eager", splitting_ops=["aten::exp"] * (mode == "PIECEWISE"))
+    fast.call(KEY, times=2)
+    fast.call(SIZE, times=CALLS + 4)
+    assert set(plain_when_asked) == {SIZE}, "it was captured"
+    calls, replayed = len(plain_when_asked), fast.exact()[SIZE]
+    fast.call(SIZE, SIZE - 1, KEY - 1, SIZE, times=2)
+    assert (len(plain_when_asked), fast.exact()[SIZE]) == (calls, replayed + 4), "later calls replay"
+    fast.call(11, times=4)  # in another key, which is captured now
+    assert len(plain_when_asked) == calls
+    assert any("without what makes padding neutral" in note for note in rt.ledger.notes())
+
+
+def test_where_the_compilation_fails_the_graph_keeps_its_insertions(
+    rt: GraphRuntime, plain_when_asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: PlainRegion) -> bool:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(PlainRegion, "compile", fails)
+    fast = Served(rt, centred, compiler="aot_eager")
+    fast.call(KEY, times=2)
+    fast.call(SIZE, times=CALLS + 6)
+    assert plain_when_asked == []
+    assert fast.exact()[SIZE] > 3
+    assert any("no compiler" in note for note in rt.ledger.notes())
+
+
+def test_another_thread_never_runs_a_plain_artifact() -> None:
+    region = PlainRegion([], lambda: SizedArtifact(len, (), (), ()))
+    assert region.compile()
+    with chosen([region]):
+        assert region.function_for([]) is len
+        elsewhere: list[object] = []
+        in_threads(lambda _: elsewhere.append(region.function_for([])), 1)
+    assert elsewhere == [None]
+    assert region.function_for([]) is None

@@ -257,3 +257,76 @@ def test_ranks_in_lockstep_capture_after_a_number_of_replays_and_keep_the_graph(
 def test_bytes_of_the_fullest_rank_bound_all() -> None:
     traffic, size = in_lockstep(most=64 * MIB)
     assert captured_after(traffic, size) is None
+
+
+# -- without insertions ---------------------------------------------------------------------------------------------
+
+
+class Made(Traffic):
+    """A callable whose padding is made; compiling it without insertions takes so long."""
+
+    def __init__(self, plain_s: float | None = 400.0) -> None:
+        super().__init__(capture_s=10.0)
+        self._plain_s = plain_s
+
+    def owned(self, real: int, key: int, seconds: float) -> RecurringSize:
+        """A size with a graph of its own that takes so long."""
+        size = self.size(real, key)
+        self.captured_own(size, 10.0, 0, MIB)
+        self.times_of(())[0].add(real, lambda: seconds)
+        return size
+
+    def plain_after(self, size: RecurringSize, most: int = 10_000) -> int | None:
+        """The number of replays of its own graph at which the size is captured without insertions."""
+        for number in range(most):
+            self.num_calls += 1
+            served = self.serve(size)
+            size.replays += 1
+            if served is Serve.PLAIN:
+                return number
+            assert served is Serve.OWN
+        return None
+
+    def captured_plain(self, size: RecurringSize, seconds: float) -> Serve:
+        """Capture the size anew, which then takes so long."""
+        self.compiled_plain(400.0, is_compiled=True)
+        self.drop(size)
+        self.captured_own(size, 10.0, 0, MIB)
+        self.times_of(())[0].add(size.rows, lambda: seconds)
+        size.replays += 1
+        return self.serve(size)
+
+
+def test_a_compilation_without_insertions_takes_a_small_share_of_the_time_in_own_graphs() -> None:
+    # 410 s to compile and capture are 5 % of 8,200 s, which are 2,050 replays of 4 s
+    traffic = Made()
+    assert traffic.plain_after(traffic.owned(6, 8, 4.0)) == pytest.approx(2050, abs=2)
+
+
+def test_sizes_pay_for_the_compilation_together_and_for_captures_alone() -> None:
+    traffic = Made()
+    first, second = traffic.owned(6, 8, 4.0), traffic.owned(5, 8, 4.0)
+    second.replays += 1025
+    assert traffic.plain_after(first) == pytest.approx(1025, abs=2)
+    assert traffic.captured_plain(first, 3.0) is Serve.OWN
+    third = traffic.owned(7, 8, 4.0)
+    assert traffic.plain_after(third) == pytest.approx(50, abs=2), "10 s are 5 % of 50 replays of 4 s"
+
+
+@pytest.mark.parametrize(("plain_s", "goes_on"), [(3.7, True), (3.9, False)])
+def test_insertions_that_cost_little_stay_in_the_other_graphs(plain_s: float, goes_on: bool) -> None:
+    traffic = Made()
+    first, second = traffic.owned(6, 8, 4.0), traffic.owned(7, 8, 4.0)
+    traffic.plain_after(first)
+    assert traffic.captured_plain(first, plain_s) is Serve.OWN
+    assert (traffic.plain_after(second) is not None) == goes_on
+    assert traffic.plain_after(first) is None, "it is compared once"
+
+
+@pytest.mark.parametrize("plain_s", [None, 400.0])
+def test_what_cannot_be_compiled_without_insertions_is_not_asked_again(plain_s: float | None) -> None:
+    traffic = Made(plain_s)
+    size = traffic.owned(6, 8, 4.0)
+    assert (traffic.plain_after(size) is None) == (plain_s is None)
+    traffic.compiled_plain(1.0, is_compiled=False)
+    assert traffic.plain_after(traffic.owned(7, 8, 4.0)) is None

@@ -1,0 +1,60 @@
+"""A region compiled once more without what makes its padding neutral, for graphs of sizes that are not padded."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from graphpass.compat import configuration, symbolic
+from graphpass.compile.structure import symbols_of
+from graphpass.compile.tuning import SizedArtifact
+
+
+class PlainRegion:
+    """The artifact of one region structure that contains no insertions. It must never run at a padded size.
+
+    It runs inside :func:`chosen` alone, and only in that thread. A saved one is None: its graph is not kept.
+
+    Args:
+        examples: the inputs of the first region of the structure, as traced.
+        compile_plain: makes the artifact; None if the inputs cannot be reproduced.
+    """
+
+    def __init__(self, examples: Sequence[Any], compile_plain: Callable[[], SizedArtifact | None]) -> None:
+        places = symbolic.places_of(examples)
+        self._places = [places.get(symbol) for symbol in symbols_of(examples)]
+        self._compile_plain, self._configured = compile_plain, configuration.saved_configuration()
+        self._artifact: SizedArtifact | None = None
+        self.thread: int | None = None  #: in which the artifact runs at present
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+    def compile(self) -> bool:
+        """Compile the artifact, unless there is one; returns whether there is one now."""
+        if self._artifact is None and None not in self._places:
+            with self._configured():
+                self._artifact = self._compile_plain()
+        return self._artifact is not None
+
+    def function_for(self, args: Sequence[Any]) -> Callable[..., Any] | None:
+        """The artifact for these arguments; None where it is not chosen or not valid."""
+        if self.thread != threading.get_ident() or self._artifact is None:  # guard: plain_in_its_thread
+            return None
+        sizes = tuple(args[p] if dim is None else args[p].shape[dim] for p, dim in filter(None, self._places))
+        return self._artifact.function if self._artifact.serves(sizes) else None
+
+
+@contextlib.contextmanager
+def chosen(regions: Iterable[PlainRegion]) -> Iterator[None]:
+    """Run the plain artifacts in the body, in this thread. Only one thread captures at a time."""
+    regions = tuple(regions)
+    for region in regions:
+        region.thread = threading.get_ident()
+    try:
+        yield
+    finally:
+        for region in regions:
+            region.thread = None
