@@ -8,7 +8,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -30,7 +29,7 @@ from graphpass.compile.compilers import (
     trace_alone,
 )
 from graphpass.compile.plain import PlainRegion
-from graphpass.compile.structure import Structure, inputs_within, structure_of, symbols_of
+from graphpass.compile.structure import Structure, inputs_within, structure_of
 from graphpass.compile.tuning import Measurement, SizedArtifact, TunedRegion, Tuning
 
 SizeRanges = tuple[sympy.Symbol, Sequence[tuple[int, int]]]
@@ -336,10 +335,7 @@ def _compiled(
         is_plain: bool = False,
         **settings: Any,
     ) -> SizedArtifact | None:
-        """An artifact for sizes within bounds, see :func:`inputs_within`; None if its inputs cannot be reproduced.
-
-        A plain one has no insertions.
-        """
+        """An artifact for sizes within bounds, see :func:`inputs_within`; None if its inputs cannot be reproduced."""
         inputs = inputs_within(examples, bounds, sizes)
         if inputs is None or (written is not None and written.defeat_compilers(inputs.values)):
             return None
@@ -367,10 +363,6 @@ def _compiled(
         position = next((p for p, value in enumerate(examples) if symbolic.expression_of(value) == symbol), None)
         sized = [within({symbol: bounds}) for bounds in wanted[1] if position is not None]
     computed = replace(region, graph_module=reader.changed) if reader and reader.changed else region
-    plain = None
-    if computed is not region and tuning is None:
-        bounds = dict.fromkeys(symbols_of(examples), (None, None))
-        plain = PlainRegion(examples, partial(within, bounds, is_plain=True))
     return CompiledRegion(
         function,
         opaque=compiler.opaque,
@@ -381,5 +373,5 @@ def _compiled(
         sized=tuple(artifact for artifact in sized if artifact is not None),
         guards=structure.canonical(added),
         tuned=None if tuning is None else TunedRegion(tuning, computed, examples, within),  # guard: tuned_with_made
-        plain=plain,
+        plain=PlainRegion(examples, within) if computed is not region and tuning is None else None,
     )

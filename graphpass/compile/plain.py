@@ -19,13 +19,13 @@ class PlainRegion:
 
     Args:
         examples: the inputs of the first region of the structure, as traced.
-        compile_plain: makes the artifact; None if the inputs cannot be reproduced.
+        compile_within: (bounds of symbols, is_plain) -> the artifact; None if the inputs cannot be reproduced.
     """
 
-    def __init__(self, examples: Sequence[Any], compile_plain: Callable[[], SizedArtifact | None]) -> None:
+    def __init__(self, examples: Sequence[Any], compile_within: Callable[..., SizedArtifact | None]) -> None:
         places = symbolic.places_of(examples)
-        self._places = [places.get(symbol) for symbol in symbols_of(examples)]
-        self._compile_plain, self._configured = compile_plain, configuration.saved_configuration()
+        self._places = {symbol: places.get(symbol) for symbol in symbols_of(examples)}
+        self._compile_within, self._configured = compile_within, configuration.saved_configuration()
         self._artifact: SizedArtifact | None = None
         self.thread: int | None = None  #: in which the artifact runs at present
 
@@ -34,16 +34,16 @@ class PlainRegion:
 
     def compile(self) -> bool:
         """Compile the artifact, unless there is one; returns whether there is one now."""
-        if self._artifact is None and None not in self._places:
+        if self._artifact is None and None not in self._places.values():
             with self._configured():
-                self._artifact = self._compile_plain()
+                self._artifact = self._compile_within(dict.fromkeys(self._places, (None, None)), is_plain=True)
         return self._artifact is not None
 
     def function_for(self, args: Sequence[Any]) -> Callable[..., Any] | None:
         """The artifact for these arguments; None where it is not chosen or not valid."""
         if self.thread != threading.get_ident() or self._artifact is None:  # guard: plain_in_its_thread
             return None
-        sizes = tuple(args[p] if dim is None else args[p].shape[dim] for p, dim in filter(None, self._places))
+        sizes = tuple(args[p] if dim is None else args[p].shape[dim] for p, dim in filter(None, self._places.values()))
         return self._artifact.function if self._artifact.serves(sizes) else None
 
 
