@@ -331,7 +331,6 @@ def _compiled(
     def within(
         bounds: Mapping[sympy.Symbol, tuple[int | None, int | None]],
         sizes: Mapping[sympy.Symbol, int] | None = None,
-        *,
         is_plain: bool = False,
         **settings: Any,
     ) -> SizedArtifact | None:
