@@ -3,7 +3,7 @@
 Dynamo does not pass every tensor that its graph reads: the parameters and the state of an optimizer are attributes of
 the graph module. Each of these becomes a placeholder after Dynamo's own. So all tensors that a graph reads are inputs,
 with the same names, address guards and undo of a capture. The real sizes of padded dimensions follow them, for what
-is made of padding.
+is made of padding. Before these come the tensors that are made on the CPU ahead of each call.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import sympy
 import torch
 from torch import fx
 
+from cgpass.sizes import symbols_in, value_at
 from graphpass.compat import dynamo, memory, symbolic
 from graphpass.compat.subclasses import is_wrapper, plain_tensors
 from graphpass.options import Settings
+from graphpass.regions.beforehand import Beforehand, found_beforehand
 from graphpass.regions.execute import value_of
 from graphpass.regions.symbols import REAL_SIZES
 from graphpass.regions.wrapped import as_parts
@@ -61,18 +63,34 @@ class RealSizes:
         return vector
 
 
+class MadeInputs:
+    """The inputs that are made on the CPU before each call, see :mod:`graphpass.regions.beforehand`."""
+
+    def __init__(self, part: Beforehand, places: Mapping[sympy.Symbol, tuple[int, int | None]]) -> None:
+        self._run, self._sizes, self._places = part.run, part.sizes, places
+
+    def of(self, args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        """Their values for a call with these arguments."""
+        sizes = {symbol: args[p] if dim is None else args[p].shape[dim] for symbol, (p, dim) in self._places.items()}
+        with torch.inference_mode(False), torch.no_grad():
+            return self._run(*[value_at(size, sizes) for size in self._sizes])
+
+
 class AppendedInputs:
     """The values of the appended inputs in each call."""
 
-    def __init__(self, attributes: Sequence[torch.Tensor], sizes: RealSizes | None) -> None:
-        self._attributes = tuple(attributes)
+    def __init__(
+        self, attributes: Sequence[torch.Tensor], sizes: RealSizes | None, made: MadeInputs | None = None
+    ) -> None:
+        self._attributes, self._made = tuple(attributes), made
         self.sizes = sizes  #: the real sizes; None if there are none
         self._traced = [_layout(tensor) for tensor in attributes]
         self._have_traced_layouts = memory.layouts_of(attributes)
 
     def after(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Dynamo's arguments, and the appended ones."""
-        return (*args, *self._attributes, *(() if self.sizes is None else (self.sizes.of(args),)))
+        made = () if self._made is None else self._made.of(args)
+        return (*args, *self._attributes, *made, *(() if self.sizes is None else (self.sizes.of(args),)))
 
     def at_sizes_of(self, args: Sequence[Any]) -> list[Any]:
         """All arguments, the real sizes being those of the others."""
@@ -112,6 +130,21 @@ def lift_attributes(graph_module: fx.GraphModule, sources: Mapping[str, str]) ->
         if is_wrapper(attributes[path]):
             as_parts(placeholder)
     return [tensor for path in lifted for _, tensor in plain_tensors(attributes[path])]
+
+
+def append_made(graph: fx.Graph) -> MadeInputs | None:
+    """Turn what a graph makes on the CPU from sizes, and copies to its device, into inputs; None if there is none."""
+    part = found_beforehand(graph)
+    if part is None:
+        return None
+    places, symbols = symbolic.places_of(map(value_of, graph.find_nodes(op="placeholder"))), symbols_in(part.sizes)
+    if not symbols <= places.keys():
+        return None
+    for node in part.copies:
+        node.replace_all_uses_with(append_placeholder(graph, node.name, {"example_value": value_of(node)}))
+    for node in (*reversed(part.copies), *reversed(part.others)):
+        graph.erase_node(node)
+    return MadeInputs(part, {symbol: places[symbol] for symbol in symbols})
 
 
 def append_placeholder(graph: fx.Graph, name: str, meta: Mapping[str, Any]) -> fx.Node:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from cgpass.appended import AppendedInputs, RealSizes, append_real_sizes, attributes_read, lift_attributes
+from cgpass.appended import AppendedInputs, RealSizes, append_made, append_real_sizes, attributes_read, lift_attributes
 from cgpass.callable import CompiledGraph, GraphedCallable
 from cgpass.graphrecord import region_records, report_graph, size_records
 from cgpass.infloat64 import region_in_float64
@@ -45,7 +45,7 @@ from graphpass.regions.split import Partition, partition, uncompiled_copy
 from graphpass.regions.symbols import graph_inputs
 from graphpass.regions.wrapped import WrappedTensors, unwrapped
 from graphpass.report.records import LOADED, WARM_START, CallableRecord, CompileSeconds
-from graphpass.saved.files import UsedKeys
+from graphpass.saved.files import SEE_SAVED, UsedKeys
 from graphpass.saved.graphs import GraphIdentity, SavedGraphs
 
 
@@ -311,8 +311,12 @@ class _Traced:
         if not lists.entries and wrapped is None and dynamo.pass_only(graph_module.graph, used):
             floats, used = floats.among(used), list(range(len(used)))
         attributes = lift_attributes(whole, dynamo.attribute_sources(graph_module))  # guard: attributes_undone
+        made = append_made(whole.graph) if settings.dispatches_itself() and key is not None else None
+        if made is not None and identity is not None:
+            identity = Reason("neither saved nor loaded: it makes tensors on the CPU before each call", SEE_SAVED)
         sizes = append_real_sizes(whole, settings)
-        appended = AppendedInputs(attributes, sizes) if attributes or sizes is not None else None
+        is_any = attributes or sizes is not None or made is not None
+        appended = AppendedInputs(attributes, sizes, made) if is_any else None
         return cls(whole, lists, floats, wrapped, used, appended, ends_early, side_effects, key, identity)
 
 

@@ -19,7 +19,6 @@ import graphpass
 from graphpass.capture.runtime import NEWEST_TORCH, OLDEST_TORCH, torch_release
 from graphpass.cli.explain import quiet_compiler
 from graphpass.cli.usermodel import Result
-from graphpass.compat.configuration import float32_precisions
 from graphpass.report.drawing import Heading, Part, Table
 from graphpass.text.paged.kernels import fault_in_place
 
@@ -80,7 +79,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
         "driver": collect_env.get_nvidia_driver_version(collect_env.run),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "float32_matmul_precision": float32_precisions()["cuda", "matmul"],
+        "float32_matmul_precision": torch.backends.cuda.matmul.fp32_precision,
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -194,7 +193,7 @@ def _slow(
                 "flash attention cannot read pages in place, so their keys are copied",
                 "install a newer torch",
             )
-        if machine["float32_matmul_precision"] == "ieee":
+        if machine["float32_matmul_precision"] in ("none", "ieee"):
             yield (
                 "float32 matrix products",
                 "TF32 is off, which is the default of torch",

@@ -205,7 +205,7 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any] | None) -> GraphF
     kept = _kept_memory(gm.graph, walk.memory, fake_mode)
     values_exchanged = {id(value_of(node)) for node in walk.exchanged}
     exchanged = frozenset(node for node in placeholders if id(value_of(node)) in values_exchanged)
-    facts = GraphFacts(_main_device(gm.graph), walk.readers, copied, kept, walk.writes, guarded, exchanged)
+    facts = GraphFacts(main_device(gm.graph), walk.readers, copied, kept, walk.writes, guarded, exchanged)
     gm.meta[FACTS] = facts
     return facts
 
@@ -370,7 +370,7 @@ def subgraphs_are_pure(node: fx.Node) -> bool:
     )
 
 
-def _main_device(graph: fx.Graph) -> torch.device | None:
+def main_device(graph: fx.Graph) -> torch.device | None:
     """The device of the graph's inputs and parameters; an accelerator takes precedence over the CPU."""
     homes: dict[torch.device, str] = {}
     for node in graph.nodes:

@@ -239,11 +239,12 @@ def foreign_device(node: fx.Node) -> SplitReason | None:
     if home is None or home.type in ("cpu", "meta"):
         return None
     for tensor in tensors_in(values_at(node)):
-        if tensor.device.type == "cpu":
+        # No kernel reads a tensor without entries: a stand-in for a weight, as torch.nn.functional passes it on.
+        if tensor.device.type == "cpu" and tuple(tensor.shape) != (0,):  # guard: tensors_without_entries
             text = f"{display_name(node)} has a tensor on the CPU in a graph on {home}"
             remedy = "create the tensor on the model's device, or register it as a buffer of the module"
             return SplitReason("cpu tensor", text, remedy=remedy)
-        if tensor.device not in (home, torch.device("meta")):
+        if tensor.device.type != "cpu" and tensor.device not in (home, torch.device("meta")):
             text = f"{display_name(node)} has a tensor on {tensor.device}, not {home}"
             return SplitReason("second device", text, remedy="move the tensor to the model's device before the call")
     return None

@@ -151,3 +151,23 @@ def test_a_graph_without_convolutions_is_compared_in_float32(
             x = torch.randn(2 + step % 3, 17 + 5 * step, 128, device=cuda)
             torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-4)
     assert len(refusals(runtime)) == 1
+
+
+def test_relative_positions_that_are_made_on_the_cpu(cuda: torch.device) -> None:
+    """WavLM makes them there for each length, and draws a number for each layer that nobody reads."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.WavLMConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=128)
+    model, runtime = transformers.WavLMModel(config).eval().to(cuda), gp.GraphRuntime()
+    fast = torch.compile(model, backend="cgpass", dynamic=True, options={"runtime": runtime})
+    with torch.no_grad():
+        for step in range(48):
+            sound = torch.randn(1 + step % 4, 8000 + 1711 * (step * 7 % 24), device=cuda)
+            torch.manual_seed(step)
+            expected, after = model(sound).last_hidden_state, torch.rand(1)
+            torch.manual_seed(step)
+            torch.testing.assert_close(fast(sound).last_hidden_state, expected, rtol=2e-2, atol=2e-2)
+            assert torch.equal(torch.rand(1), after)
+    assert [len(record.regions) for record in runtime.callables()] == [1] * len(runtime.callables())
+    assert refusals(runtime) == []
+    assert is_padded(runtime)
+    assert calls_with_graph(runtime) >= 24

@@ -175,6 +175,19 @@ def test_a_cpu_input_amid_a_gpu_graph_makes_its_consumer_eager() -> None:
     assert split.regions[1].why == "cpu tensor: operator.add has a tensor on the CPU in a graph on cuda:0"
 
 
+def test_a_cpu_tensor_without_entries_is_read_by_no_kernel() -> None:
+    def attends(x: torch.Tensor, y: torch.Tensor) -> Any:
+        """With weights apart torch wants a tensor in the place of the joint ones, as WavLM passes it."""
+        q, w, none = x.view(3, 1, 1), y.narrow(0, 0, 1).view(1, 1), torch.empty(0)
+        apart = {
+            "use_separate_proj_weight": True,
+            **dict.fromkeys(("q_proj_weight", "k_proj_weight", "v_proj_weight"), w),
+        }
+        return F.multi_head_attention_forward(q, q, q, 1, 1, none, None, None, None, False, 0.0, w, None, **apart)
+
+    assert reasons(on_cuda(attends, "cuda:0", "cuda:0")) == [None]
+
+
 def test_a_cpu_graph_has_no_foreign_device() -> None:
     assert reasons(on_cuda(lambda x, y: (x + y).cpu() * 2, "cpu", "cpu")) == [None]
 
