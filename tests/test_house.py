@@ -36,10 +36,10 @@ graphpass: AttentionMetadataBuilder AttentionSupport Batch BatchDescriptor CUDAG
 graphpass.capture: CallableRecord CapturePolicy CaptureScope CompileSeconds Counts ReachedCall
     ReachedCallable RegionId RegionRecord RegionUse RuntimeStats SizeRecord
 graphpass.dispatch: SizePlan
-graphpass.encoder: EncoderAxis EncoderCudaGraphConfig EncoderGraphKey EncoderItemSpec EncoderStats ItemShares
+graphpass.encoder: AttachedEncoder EncoderAxis EncoderCudaGraphConfig EncoderGraphKey EncoderItemSpec EncoderStats ItemShares
     PackedBatch PackingCosts SupportsEncoderCompilation SupportsEncoderCudaGraph SupportsEncoderExamples
-    SupportsEncoderKernels balance_items generate_budgets pack_items smallest_fitting_budget
-graphpass.encoder.adapters: ClipAdapter FixedSizeAdapter GridAdapter Qwen25VLAdapter Qwen3VLAdapter SiglipAdapter
+    SupportsEncoderKernels attach balance_items generate_budgets pack_items smallest_fitting_budget
+graphpass.encoder.adapters: FixedSizeAdapter GridAdapter TowerAdapter
     adapter_for
 graphpass.engine: CapturedGroup ForwardHooks ManagerStats
 graphpass.errors: AgreementError CaptureError CommandError ContextError DeviceError DispatchError EncoderConfigError

@@ -1,5 +1,6 @@
 """Whole-encoder CUDA graphs: images of any size are packed and padded to one of several token budgets."""
 
+from graphpass.encoder.attached import AttachedEncoder, attach
 from graphpass.encoder.costs import PackingCosts
 from graphpass.encoder.encoderstats import EncoderStats
 from graphpass.encoder.options import generate_budgets, smallest_fitting_budget
@@ -17,6 +18,7 @@ from graphpass.encoder.protocol import (
 from graphpass.encoder.sharding import ItemShares, balance_items
 
 __all__ = [
+    "AttachedEncoder",
     "EncoderAxis",
     "EncoderCudaGraphConfig",
     "EncoderGraphKey",
@@ -29,6 +31,7 @@ __all__ = [
     "SupportsEncoderCudaGraph",
     "SupportsEncoderExamples",
     "SupportsEncoderKernels",
+    "attach",
     "balance_items",
     "generate_budgets",
     "pack_items",

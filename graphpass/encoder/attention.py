@@ -1,22 +1,20 @@
 """Attention over packed images: tokens attend within their own sequence, and padding rows are ignored.
 
-There are two forms. Neither reads device data on the host, so both work in whole-encoder graphs and in blocks that are
-compiled for symbolic sizes. *Packed* attention takes concatenated sequences of any length, described by their pieces.
-On CUDA in half precision it is torch's flash attention, otherwise one ``scaled_dot_product_attention`` with a
-block-diagonal mask. *Equal* attention takes sequences of one length as a batch.
+It takes concatenated sequences of any length, described by their pieces, and reads no device data on the host, so it
+works in whole-encoder graphs and in blocks that are compiled for symbolic sizes. On CUDA in half precision it is
+torch's flash attention, otherwise one ``scaled_dot_product_attention`` with a block-diagonal mask.
 
 Pieces are what a flash attention kernel in a graph computes blocks of. In a graph, the kernel launches thread blocks
 for the maximum number of sequences, each of the maximum length. Most blocks have no work, and their launch takes a
 quarter of the attention time of twenty images (docs/benchmarks.md, encoder graphs). Pieces of queries have a fixed
 length and need about one block each, for any lengths of images. Each piece attends to all keys of its sequence.
 
-Both are registered as attention functions of Hugging Face, under the names below. Their parameters beyond the arguments
-are in the configuration of the calling layer: :func:`use_attention` writes them into a copy for the adapter's layers.
+It is registered as an attention function of Hugging Face, under the name below. Whether it is flash attention is in the
+configuration of the calling layer: :func:`use_packed_attention` writes it into that of an adapter's copy.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -25,7 +23,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from graphpass.compat import nnmodules, operators
+from graphpass.compat import operators
 from graphpass.errors import OptionError, ShapeError
 from graphpass.ops import by_token, kernel_fault, refuse_unserved, register_attention
 from graphpass.report import KernelUse
@@ -33,9 +31,7 @@ from graphpass.report import KernelUse
 PACKED_ATTENTION = "graphpass_flash_packed"
 """The name contains "flash" because towers pass bounds of sequences to such functions only; otherwise they split the
 sequences on the host."""
-EQUAL_ATTENTION = "graphpass_equal"
-_EQUAL_OP = "graphpass::equal_attention"
-_SEQUENCE_LENGTH, _IS_FLASH = "graphpass_sequence_length", "graphpass_is_flash"
+_IS_FLASH = "graphpass_is_flash"
 _HEAD_ALIGNMENT = 8
 """Torch's flash attention takes heads of a multiple of this."""
 _NO_REMEDY = "nothing on this GPU and this torch: small token_budgets keep the mask small"
@@ -129,36 +125,6 @@ def packed_attention(
     return torch.where(is_packed, attended, 0.0)
 
 
-def equal_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seq_len: int, *, scale: float
-) -> torch.Tensor:
-    """Attention within each of several concatenated sequences of ``seq_len`` tokens.
-
-    All tensors are [tokens, heads, head_dim], where ``tokens`` is a multiple of ``seq_len``. It is an opaque op,
-    because a traced version would be compiled separately for a single sequence.
-    """
-    attended: torch.Tensor = torch.ops.graphpass.equal_attention(query, key, value, seq_len, scale)
-    return attended
-
-
-torch.library.define(_EQUAL_OP, "(Tensor query, Tensor key, Tensor value, int seq_len, float scale) -> Tensor")
-
-
-@torch.library.impl(_EQUAL_OP, "default")
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-@torch.no_grad()
-def _equal_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seq_len: int, scale: float
-) -> torch.Tensor:
-    shape = query.shape
-    query, key, value = (tensor.unflatten(0, (-1, seq_len)).transpose(1, 2) for tensor in (query, key, value))
-    attended = F.scaled_dot_product_attention(query, key, value, scale=scale)
-    return attended.transpose(1, 2).reshape(shape).contiguous()
-
-
-torch.library.register_fake(_EQUAL_OP, lambda query, *_: query.new_empty(query.shape))
-
-
 def _flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pieces: Pieces[torch.Tensor], scale: float
 ) -> torch.Tensor:
@@ -188,35 +154,18 @@ def _fault_of_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) ->
     return kernel_fault(lambda: packed_attention(query, key, value, pieces, scale=scale, is_flash=True), expected)
 
 
-def register_with_hugging_face() -> None:
-    """Register both forms with transformers. Repeated calls have no effect."""
+def use_packed_attention(module: torch.nn.Module) -> None:
+    """Let a module, whose configuration is its own, call packed attention, which is registered with transformers."""
     register_attention(PACKED_ATTENTION, _packed_of_layer)
-    register_attention(EQUAL_ATTENTION, _equal_of_layer)
-
-
-def use_attention(module: torch.nn.Module, name: str, *, seq_len: int | None = None) -> torch.nn.Module:
-    """A copy of ``module`` that calls one of the two attention functions.
-
-    The copy has a separate configuration, and shares weights and hooks with ``module``, including hooks that are
-    registered later.
-    """
-    register_with_hugging_face()
     weight = next(module.parameters())
-    shared = [*module.parameters(), *module.buffers(), *nnmodules.hooks_of(module)]  # guard: encoder_shared_hooks
-    own = copy.deepcopy(module, memo={id(value): value for value in shared})
-    for config in _configs(own):
-        config._attn_implementation = name
-        setattr(config, _SEQUENCE_LENGTH, seq_len)
-        is_flash = name == PACKED_ATTENTION and why_not_flash(weight.device, weight.dtype, _head_dim(config)) is None
-        setattr(config, _IS_FLASH, is_flash)
-    return own
+    for config in _configs(module):
+        config._attn_implementation = PACKED_ATTENTION
+        setattr(config, _IS_FLASH, why_not_flash(weight.device, weight.dtype, _head_dim(config)) is None)
 
 
 def kernel_of(module: torch.nn.Module) -> KernelUse:
-    """The kernel that computes the attention of a copy made by :func:`use_attention`, and what a faster one needs."""
+    """The kernel that computes the attention of a module with packed attention, and what a faster one needs."""
     weight, (config, *_) = next(module.parameters()), _configs(module)
-    if config._attn_implementation == EQUAL_ATTENTION:
-        return KernelUse("scaled_dot_product_attention", "all items", "images of one size are a batch")
     reason = why_not_flash(weight.device, weight.dtype, _head_dim(config))
     if reason is None:
         return KernelUse("flash attention over packed images", "all items", "it needs no mask")
@@ -233,7 +182,8 @@ def _configs(module: torch.nn.Module) -> list[Any]:
 
 
 def _head_dim(config: Any) -> int:
-    width: int = config.hidden_size // config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None) or config.num_heads
+    width: int = getattr(config, "head_dim", None) or config.hidden_size // heads
     return width
 
 
@@ -249,6 +199,8 @@ def _packed_of_layer(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Packed attention with the signature of transformers and tensors [1, heads, tokens, head_dim]."""
+    if key.shape[1] != query.shape[1]:  # several heads of queries share one of keys and values
+        key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], dim=1) for part in (key, value))
     query, key, value, scale = _in_one_row(module, (query, key, value), attention_mask, **options)
     if query_bounds is None or key_starts is None or key_lengths is None:
         raise OptionError(
@@ -261,19 +213,6 @@ def _packed_of_layer(
     is_flash = getattr(module.config, _IS_FLASH)
     attended = packed_attention(query, key, value, pieces, scale=scale, is_flash=is_flash)
     return attended.unsqueeze(0), None
-
-
-def _equal_of_layer(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention of equal sequences with the signature of transformers and tensors [1, heads, tokens, head_dim]."""
-    query, key, value, scale = _in_one_row(module, (query, key, value), attention_mask, **options)
-    return equal_attention(query, key, value, getattr(module.config, _SEQUENCE_LENGTH), scale=scale).unsqueeze(0), None
 
 
 def _in_one_row(

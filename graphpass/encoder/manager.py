@@ -61,6 +61,8 @@ class EncoderCudaGraphManager:
             and calls :meth:`execute` with the same items. None: this process encodes all items.
 
     Attributes:
+        model: the encoder.
+        place: device and dtype of the encoder.
         runtime: counts compiled artifacts, and notes what runs without a graph. Graphs have a separate runtime.
 
     Raises:
@@ -76,8 +78,9 @@ class EncoderCudaGraphManager:
         dtype: torch.dtype,
         group: Any = None,
     ) -> None:
-        self._model, self._options = model, options or EncoderOptions()
-        self._device, self._dtype, self._group = torch.device(device), dtype, group
+        self._model = self.model = model
+        self._options, self._group = options or EncoderOptions(), group
+        self._device, self._dtype = self.place = torch.device(device), dtype
         self._config = checked_config(model.get_encoder_cudagraph_config())
         keys = keys_of(self._options, self._config, model.get_encoder_cudagraph_budget_range())
         self.runtime = GraphRuntime(device=self._device)

@@ -102,6 +102,7 @@ def test_hooks_of_blocks_are_the_towers(stock: Tower, comes_late: bool) -> None:
     adapter = adapter_for(tower, **stock.options)
     if comes_late:
         first.register_forward_hook(hook)
+    hook.calls = 0
     items = stock.items(tower, [(1, 4, 4)])
     expected = stock.stock(tower, items)
     assert hook.calls == 1
@@ -252,15 +253,22 @@ ON_THE_TOWER: dict[str, Any] = {
 @EACH_TOWER
 @pytest.mark.parametrize("change", ON_THE_TOWER)
 def test_what_sits_on_the_tower_itself_is_refused(stock: Tower, change: str) -> None:
-    """The adapter calls its parts, and would leave that out without a word."""
+    """A copy of the tower would not have it, or hand it padding."""
     tower = stock.build(CPU)
     ON_THE_TOWER[change](tower)
-    with pytest.raises(gp.errors.EncoderConfigError, match="does not support this tower"):
+    with pytest.raises(gp.errors.EncoderConfigError, match="there is no adapter for this"):
         adapter_for(tower, **stock.options)
 
 
-def test_a_hook_on_the_encoder_within_a_tower_is_refused() -> None:
-    tower = CLIP.build(CPU)
-    tower.encoder.register_forward_hook(lambda module, args, output: output)
-    with pytest.raises(gp.errors.EncoderConfigError, match="on its encoder"):
-        adapter_for(tower, **CLIP.options)
+@GRIDS
+def test_a_hook_on_a_part_is_called(stock: Tower) -> None:
+    tower = stock.build(CPU)
+    tower.patch_embed.register_forward_hook(lambda module, args, output: 2 * output)
+    assert_as_stock(stock, tower)
+
+
+def test_a_hook_that_reads_padding_is_refused() -> None:
+    tower = QWEN3_VL.build(CPU)
+    tower.blocks[0].mlp.register_forward_hook(lambda module, args, output: output + output.mean(0, keepdim=True))
+    with pytest.raises(gp.errors.EncoderConfigError, match="results that differ"):
+        adapter_for(tower, **QWEN3_VL.options)

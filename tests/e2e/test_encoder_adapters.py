@@ -63,8 +63,18 @@ def poison(padding: torch.Tensor) -> torch.Tensor:
     return torch.full_like(padding, math.nan if padding.is_floating_point() else 1)
 
 
+def filled_keys(adapter: Any) -> set[str]:
+    """Buffers with a row for each patch, whose padding may hold anything."""
+    tables = getattr(adapter, "_tables", None)
+    return (
+        {"pixel_values", *(name for name, table in tables.kinds.items() if table.kind == "rows")}
+        if tables
+        else {"pixel_values"}
+    )
+
+
 def pad_with(adapter: Any, contents: Callable[[torch.Tensor], torch.Tensor]) -> set[str]:
-    """Put contents behind the rows of each batch, in every buffer but those of pieces, which say which rows those are.
+    """Put contents behind the rows of each batch, in every buffer but those that say which rows those are.
 
     Returns the names of the buffers that have been filled so far.
     """
@@ -73,10 +83,7 @@ def pad_with(adapter: Any, contents: Callable[[torch.Tensor], torch.Tensor]) -> 
 
     def prepared(items: Any, key: EncoderGraphKey) -> dict[str, torch.Tensor]:
         values, full = dict(prepare(items, key)), fill(key, torch.device("cpu"), torch.float32)
-        patches = len(values["pixel_values"])
-        own = dict.fromkeys(("pixel_values", *getattr(adapter, "patch_keys", ())), patches)
-        own |= dict.fromkeys(getattr(adapter, "token_keys", ()), patches * key.tokens // key.patches)
-        for name, rows in own.items():
+        for name, rows in dict.fromkeys(filled_keys(adapter), len(values["pixel_values"])).items():
             values[name] = torch.cat([values[name][:rows], contents(full[name][rows:])])
             filled.add(name)
         return values
@@ -186,7 +193,7 @@ def test_contents_of_padding_change_no_bit(stock: Tower) -> None:
     filled = pad_with(adapter, contents)
     for _ in kinds:
         found.append(results_of(manager.execute(items)))
-    assert {"pixel_values", *getattr(adapter, "patch_keys", ()), *getattr(adapter, "token_keys", ())} == filled
+    assert filled_keys(adapter) == filled
     for other in found[1:]:
         for one, same in zip(found[0], other, strict=True):
             assert all(torch.equal(mine, again) for mine, again in zip(one, same, strict=True))
@@ -205,8 +212,8 @@ def test_the_block_is_compiled_once(stock: Tower, compiler: str) -> None:
         items = stock.items(tower, sizes, number)
         assert_same(manager.execute(items), stock.stock(tower, items))
         assert_same(run_eagerly(adapter, items), stock.stock(tower, items))
-    assert manager.runtime.compiled() == 1
-    assert len(manager.runtime.callables()) == 1
+    assert manager.runtime.compiled() == (1 if stock.has_grids else 2), "a batch of one image has its own code"
+    assert len(manager.runtime.callables()) == manager.runtime.compiled()
     assert manager.get_cumulative_stats().hits > 0
 
 
@@ -222,6 +229,7 @@ def test_graphs_are_captured_from_the_compiled_block(stock: Tower) -> None:
     for layer in tower.blocks if stock.has_grids else tower.encoder.layers:
         layer.mlp.register_forward_pre_hook(seen)
     adapter = adapter_for(tower, **stock.options)
+    by_python.clear()
     adapter.compile_encoder("aot_eager", gp.GraphRuntime())  # type: ignore[attr-defined]
     items = stock.items(tower, [(1, 4, 4), (2, 6, 2)])
     run_eagerly(adapter, items)
@@ -382,12 +390,14 @@ def test_settings_of_now_are_used(stock: Tower) -> None:
     assert (stats.hits, dict(stats.other_settings)) == (2, {"autocast": 1, "training": 1})
 
 
-def test_dropout_within_attention_is_refused() -> None:
-    tower = CLIP.build(CPU, attention_dropout=0.5)
-    manager = captured(adapter_for(tower, **CLIP.options))
-    items = CLIP.items(tower, [(1, 4, 4)])
+def test_dropout_within_packed_attention_is_refused() -> None:
+    tower = QWEN3_VL.build(CPU)
+    for block in tower.blocks:
+        block.attn.attention_dropout = 0.5
+    manager = captured(adapter_for(tower, **QWEN3_VL.options))
+    items = QWEN3_VL.items(tower, [(1, 4, 4)])
     tower.train()
     with pytest.raises(OptionError, match=r"found dropout; .*call model\.eval\(\)"):
         manager.execute(items)
     tower.eval()
-    assert_same(manager.execute(items), CLIP.stock(tower, items))
+    assert_same(manager.execute(items), QWEN3_VL.stock(tower, items))

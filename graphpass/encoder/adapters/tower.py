@@ -1,27 +1,26 @@
-"""What adapters share: checks of a tower and of options, its repeated blocks, and its patch embedding."""
+"""What adapters share: checks of options, and a copy of a tower that shares its weights and runs its code."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
 from graphpass.capture.settings import capture_settings
 from graphpass.capture.tape import call_compiled
-from graphpass.compat import dynamo, nnmodules
+from graphpass.compat import dynamo, nnmodules, trees
 from graphpass.context import set_forward_context
-from graphpass.encoder.attention import kernel_of, use_attention
+from graphpass.encoder.adapters.tables import OWN_TOWER
+from graphpass.encoder.attention import kernel_of, use_packed_attention
 from graphpass.errors import EncoderConfigError, positive
 from graphpass.ladder.modelstate import ModelState, SharesWeights, with_own_code
 from graphpass.report import KernelUse
-
-_STOCK_ATTENTION = ("eager", "sdpa", "flash_attention", "flex_attention", "paged|")
-"""Prefixes of the names of transformers' attention functions."""
 
 
 def checked_count(name: str, value: int, *, at_least: int = 1) -> int:
@@ -30,97 +29,96 @@ def checked_count(name: str, value: int, *, at_least: int = 1) -> int:
     return positive(value, what, at_least=at_least, remedy=remedy, error=EncoderConfigError)
 
 
-def unserved_tower(tower: Any, expected: str, found: str) -> EncoderConfigError:
-    """The error for a tower of a known class with behaviour that its adapter does not implement."""
-    return EncoderConfigError(
-        f"the adapter for {type(tower).__name__} does not support this tower",
-        expected=expected,
-        found=found,
-        remedy='write an adapter for it: "Add your tower" in docs/encoder.md',
-    )
+def unserved_tower(tower: object, expected: str, found: str) -> EncoderConfigError:
+    """The error for a tower that no adapter serves."""
+    problem = f"there is no adapter for this {type(tower).__name__}"
+    return EncoderConfigError(problem, expected=expected, found=found, remedy=OWN_TOWER)
 
 
-def refuse_changed(tower: Any, stock: type) -> None:
-    """Refuse a tower with changes outside its blocks: adapters call the parts of a tower instead of its forward."""
-    if getattr(type(tower), "forward", None) is not getattr(stock, "forward", None) or "forward" in vars(tower):
-        raise unserved_tower(tower, f"the forward of {stock.__name__}", "another one")
-    for name, module in (("the tower", tower), ("its encoder", getattr(tower, "encoder", None))):
-        if module is not None and nnmodules.has_hooks(module):
-            raise unserved_tower(tower, "hooks on blocks and other parts only", f"a hook, or a forward, on {name}")
-    attention = getattr(tower.config, "_attn_implementation", None)
-    if attention is not None and not attention.startswith(_STOCK_ATTENTION):
-        raise unserved_tower(tower, "an attention function of transformers", f"attn_implementation={attention!r}")
+def refuse_changed(tower: nn.Module) -> None:
+    """Refuse a tower that a copy would not behave like, or whose hooks would see padding."""
+    if nnmodules.has_hooks(tower):
+        raise unserved_tower(tower, "hooks on parts of the tower only", "a hook, or a forward, on the tower")
+    weights = list(tower.parameters())
+    if not weights or weights[0].is_meta:
+        raise unserved_tower(tower, "weights", "none")
 
 
-class Blocks(SharesWeights):
-    """Copies of a tower's blocks that share its weights and use an attention function for packed images.
+class TowerCopy(SharesWeights):
+    """A copy of a tower that shares its weights and hooks. It can compile its blocks, and attend to packed images.
 
-    :meth:`follow` copies the blocks again if weights, modules, the list of blocks or training flags of the tower
-    changed.
+    The tower itself does not change. If its weights, modules or training flags have changed, it is copied again.
     """
 
-    def __init__(self, tower: torch.nn.Module, path: str, attention: str, *, seq_len: int | None = None) -> None:
-        self._tower, self._path = tower, path
-        self._attention, self._seq_len = attention, seq_len
+    def __init__(self, tower: nn.Module, *, is_packed: bool) -> None:
+        self._tower, self._is_packed = tower, is_packed
+        self._pieces: Mapping[int, Mapping[str, torch.Tensor]] = {}
+        self._run: Callable[..., Any] = _call_block
         self._copy()
-        self._call: Callable[..., Any] = with_own_code(_call_block)
 
-    def __len__(self) -> int:
-        return len(self._stock)
-
-    def __call__(
-        self, index: int, hidden: torch.Tensor, arguments: Mapping[str, Any], *, is_stock: bool = False
-    ) -> torch.Tensor:
-        """The hidden states after block ``index``, or after the tower's own block with the tower's own attention."""
-        blocks = self._stock if is_stock else self._blocks
-        output: torch.Tensor = self._call(blocks[index], hidden, arguments)
-        return output
-
-    def follow(self) -> None:
-        """Copy the blocks again if the tower changed. Called once in a forward, before the first block."""
-        is_same = self._stock is self._copied and len(self._stock) == len(self._blocks)  # guard: encoder_blocks_list
-        # guard: encoder_blocks_train
-        if not (is_same and self._state.has_weights() and self._state.has_training_flags()):
+    def __call__(self, *args: Any, pieces: Mapping[int, Mapping[str, torch.Tensor]] | None = None, **named: Any) -> Any:
+        """What the tower returns. ``pieces`` is for packed attention, by the id of the bounds of sequences."""
+        # guard: encoder_blocks_list, encoder_blocks_train
+        if not (self._state.has_weights() and self._state.has_training_flags()):
             self._copy()
+        self._pieces = pieces or {}
+        return self._own(*args, **named)
 
-    def compute_rows_alone(self) -> bool:
-        """Whether only the attention function reads several rows, so that images can be concatenated.
-
-        Modules from outside torch and transformers, hooks and replaced forwards may read all rows.
-        """
-        return not any(map(_may_see_all_rows, self._stock.modules()))
+    def has_foreign_parts(self) -> bool:
+        """Whether blocks have modules from outside torch and transformers, hooks or replaced forwards."""
+        return any(map(_is_foreign, (module for block in _blocks_of(self._tower) for module in block.modules())))
 
     def kernel(self) -> KernelUse:
         """The kernel of the attention function."""
-        return kernel_of(self._blocks)
+        if not self._is_packed:
+            return KernelUse("the tower's own", "all items", "images of one size are a batch")
+        return kernel_of(self._own)
 
-    @property
-    def _stock(self) -> torch.nn.ModuleList:
-        found = self._tower.get_submodule(self._path)
-        assert isinstance(found, torch.nn.ModuleList)
-        return found
-
-    def compile(self, hidden: torch.Tensor, arguments: Mapping[str, Any], **options: Any) -> None:
-        """Compile one block for all layers and all sizes, with these options of the backend.
+    def compile(self, example: Callable[[], object], **options: Any) -> None:
+        """Compile one block for all layers and sizes, in one call of ``example``, with these options of the backend.
 
         Weights are inputs of the traced function, so all layers share it. Dynamo specialises sizes of 0 and 1, and uses
         one symbol for sizes that are equal in the first call. So all independent sizes of the example must be
         different and at least 2.
         """
         given, own = {"mode": "NONE", **options}, with_own_code(_call_block)
-        self._call = partial(call_compiled, torch.compile(own, backend="cgpass", dynamic=True, options=given))
-        self.follow()
-        with eagerly(), dynamo.floats_as_constants():
-            self(0, hidden, arguments)
+        compiled = partial(call_compiled, torch.compile(own, backend="cgpass", dynamic=True, options=given))
+        # A view in the first call would have Dynamo compare the sizes of bases.
+        self._run = lambda block, *given: compiled(block, *trees.map_tensors(torch.clone, given))
+        with dynamo.floats_as_constants():
+            example()
+        self._run = compiled
 
     def _copy(self) -> None:
-        self._copied = self._stock
-        own = use_attention(self._copied, self._attention, seq_len=self._seq_len)
-        assert isinstance(own, torch.nn.ModuleList)
-        self._blocks, self._state = own, ModelState.of_object(self._copied)
+        tower = self._tower
+        shared = [*tower.parameters(), *tower.buffers(), *nnmodules.hooks_of(tower)]  # guard: encoder_shared_hooks
+        self._own = copy.deepcopy(tower, memo={id(value): value for value in shared})
+        if self._is_packed:
+            use_packed_attention(self._own)
+        for block in _blocks_of(self._own):
+            if "forward" not in vars(block):
+                block.forward = partial(self._call, block)
+        for part in self._own.modules():
+            if type(part) in (nn.Conv2d, nn.Conv3d) and "forward" not in vars(part):
+                part.forward = partial(_convolved, part)
+        self._state = ModelState.of_object(tower)
+
+    def _call(self, block: nn.Module, *args: Any, **named: Any) -> Any:
+        """Call a block, compiled if it is one of those that attend within sequences, or if there are none."""
+        bounds = [self._pieces[id(value)] for value in (*args, *named.values()) if id(value) in self._pieces]
+        if not bounds and self._is_packed:
+            return _call_block(block, args, named)
+        args = tuple(value.contiguous() if isinstance(value, torch.Tensor) else value for value in args)
+        return self._run(block, args, {**named, **(bounds[0] if bounds else {})})
 
 
-def _may_see_all_rows(module: torch.nn.Module) -> bool:
+def _blocks_of(tower: nn.Module) -> list[nn.Module]:
+    """The repeated parts of a tower: the modules of its lists of modules."""
+    lists = [module for module in tower.modules() if isinstance(module, nn.ModuleList)]
+    return list({id(block): block for blocks in lists for block in blocks}.values())
+
+
+def _is_foreign(module: nn.Module) -> bool:
     is_known = type(module).__module__.startswith(("torch.", "transformers."))
     return not is_known or nnmodules.has_hooks(module)
 
@@ -132,47 +130,21 @@ def eagerly() -> Iterator[None]:
         yield
 
 
-def _call_block(block: torch.nn.Module, hidden: torch.Tensor, arguments: Mapping[str, Any]) -> Any:
-    return block(hidden, **arguments)
+def _call_block(block: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    return type(block).forward(block, *args, **named)
 
 
-class WholePatches(TorchFunctionMode):
-    """A mode that replaces ``conv3d`` by a matrix product if the input has the shape of the kernel.
+def _convolved(convolution: Any, patches: torch.Tensor) -> torch.Tensor:
+    """The convolution, as a matrix product if the input has the shape of the kernel.
 
     The convolution is slow: in bfloat16, 1024 patches of 1536 values take 366 µs on an H100. Float32 convolutions on a
-    GPU are not replaced, because torch rounds them differently from matrix products (TF32). The calling module, its
-    hooks and autocast work as before.
+    GPU are not replaced, because torch rounds them differently from matrix products (TF32).
     """
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Call ``func``, or the matrix product instead of ``conv3d``."""
-        kwargs = kwargs or {}
-        product = _product(*args, **kwargs) if func is F.conv3d else None
-        return func(*args, **kwargs) if product is None else product
-
-
-def _product(
-    input: torch.Tensor,  # noqa: A002  # the name of conv3d's argument
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    stride: object = 1,
-    padding: Any = 0,
-    dilation: object = 1,
-    groups: int = 1,
-) -> torch.Tensor | None:
-    """The convolution of [patches, *kernel] as [patches, width, 1, 1, 1]; None if it is not a matrix product."""
-    paddings = [padding] if isinstance(padding, int | str) else padding
-    # guard: encoder_whole_patches
-    if input.shape[1:] != weight.shape[1:] or groups != 1 or any(side not in (0, "valid") for side in paddings):
-        return None
-    if dilation not in (1, (1, 1, 1)):  # the kernel reads inputs beyond its shape
-        return None
-    if input.is_cuda and input.dtype is torch.float32:
-        return None
-    return F.linear(input.flatten(1), weight.flatten(1), bias)[..., None, None, None]
+    weight, dims = convolution.weight, len(convolution.kernel_size)
+    is_whole = patches.shape[1:] == weight.shape[1:] and convolution.groups == 1  # guard: encoder_whole_patches
+    has_padding = any(side not in (0, "valid") for side in convolution.padding) and convolution.padding != "valid"
+    if not is_whole or has_padding or set(convolution.dilation) != {1}:
+        return type(convolution).forward(convolution, patches)  # type: ignore[no-any-return]
+    if patches.is_cuda and patches.dtype is torch.float32:
+        return type(convolution).forward(convolution, patches)  # type: ignore[no-any-return]
+    return F.linear(patches.flatten(1), weight.flatten(1), convolution.bias)[(..., *[None] * dims)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -15,30 +16,22 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphpass as gp
-from graphpass.encoder.adapters import ClipAdapter, Qwen3VLAdapter, Qwen25VLAdapter, SiglipAdapter, adapter_for
-from graphpass.encoder.adapters.gridtables import (
-    BatchTables,
-    Frame,
-    Tables,
-    interpolation,
-    piece_keys,
-    position_ids,
-    windows,
-)
-from graphpass.encoder.adapters.qwen import Grid, GridItems
-from graphpass.encoder.adapters.tower import WholePatches
+from graphpass.encoder.adapters import FixedSizeAdapter, GridAdapter, adapter_for
+from graphpass.encoder.adapters.items import Grid, GridItems
+from graphpass.encoder.adapters.tables import GRID_KEY, GridTables, TableCall, noted_calls, piece_keys
+from graphpass.encoder.adapters.tower import TowerCopy
 from graphpass.encoder.attention import pieces_of
 from graphpass.encoder.protocol import EncoderGraphKey
 from tests.e2e.hugging_face import CPU
 from tests.e2e.towers import CLIP, QWEN2_5_VL, QWEN3_VL, SIGLIP, Tower
 
-KINDS = [(QWEN2_5_VL, Qwen25VLAdapter), (QWEN3_VL, Qwen3VLAdapter), (SIGLIP, SiglipAdapter), (CLIP, ClipAdapter)]
+KINDS = [(QWEN2_5_VL, GridAdapter), (QWEN3_VL, GridAdapter), (SIGLIP, FixedSizeAdapter), (CLIP, FixedSizeAdapter)]
 GRID = torch.tensor([[1, 4, 4]])
 CLIP_OF_16 = {"pixel_values_videos": torch.ones(16, 96), "video_grid_thw": GRID}
 
 
 @pytest.mark.parametrize(("stock", "kind"), KINDS)
-def test_by_class_name_and_base_class(stock: Tower, kind: type) -> None:
+def test_by_what_the_forward_takes(stock: Tower, kind: type) -> None:
     tower = stock.build(CPU)
     assert type(adapter_for(tower)) is kind
     tower.__class__ = type("Derived", (type(tower),), {})
@@ -49,7 +42,7 @@ def test_by_class_name_and_base_class(stock: Tower, kind: type) -> None:
 
 @pytest.mark.parametrize("tower", [torch.nn.Linear(2, 2), None, "qwen"])
 def test_unknown_towers(tower: Any) -> None:
-    with pytest.raises(gp.errors.EncoderConfigError, match=r"SiglipVisionModel.*Add your tower"):
+    with pytest.raises(gp.errors.EncoderConfigError, match=r"takes grid_thw.*implement the protocol"):
         adapter_for(tower)
 
 
@@ -67,13 +60,6 @@ def test_unknown_towers(tower: Any) -> None:
 def test_options_that_cannot_be(stock: Tower, options: dict[str, Any], found: str) -> None:
     with pytest.raises(gp.errors.EncoderConfigError, match=found):
         adapter_for(stock.build(CPU), **options)
-
-
-def test_another_interpolation_is_refused() -> None:
-    tower = QWEN3_VL.build(CPU)
-    tower.interpolation_mode = "bicubic"
-    with pytest.raises(gp.errors.EncoderConfigError, match="bicubic"):
-        adapter_for(tower)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +137,7 @@ def read(images: list[Grid], clips: list[Grid] | None = None) -> GridItems:
     if clips is not None:
         items["pixel_values_videos"] = numbered(clips, len(items["pixel_values"]))
         items["video_grid_thw"] = torch.tensor(clips).view(-1, 3)
-    return GridItems.of(items, MERGE, WIDTH)
+    return GridItems.of(items, MERGE, (WIDTH,))
 
 
 @given(GRIDS, st.none() | GRIDS, st.data())
@@ -184,120 +170,119 @@ def test_neighbours_are_not_copied(indices: list[int], is_copied: bool) -> None:
 )
 def test_grids_in_any_form(as_given: Any) -> None:
     grids = [(1, 2, 4), (2, 2, 2)]
-    found = GridItems.of({"pixel_values": numbered(grids), "grid_thw": as_given(grids)}, MERGE, WIDTH)
+    found = GridItems.of({"pixel_values": numbered(grids), "grid_thw": as_given(grids)}, MERGE, (WIDTH,))
     assert found.grids == grids
     assert found.selected([1])["grid_thw"].dtype == torch.int64
 
 
-SIDES = (2, 4, 6, 8, 10, 16, 34)
-FRAME_SIZES = list(itertools.product(SIDES, SIDES))
+HOST = torch.device("cpu")
+UNIT, SIDE = MERGE**2, 3
+FRAMES = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9), st.integers(1, 9)), max_size=5)
 
 
-def vision_utils() -> object:
+def utils() -> Any:
     return pytest.importorskip("transformers.vision_utils")
 
 
-def grid_of(height: int, width: int) -> torch.Tensor:
-    return torch.tensor([[1, height, width]])
+def calls() -> list[TableCall]:
+    """Of every kind: rows of numbers and of floats, windows, and bounds."""
+    taps = {"num_grid_per_side": 5, "align_corners": True, "spatial_merge_size": MERGE}
+    cut = {"spatial_merge_size": MERGE, "window_size": SIDE * MERGE * 4, "patch_size": 4}
+    return [
+        TableCall(utils().get_vision_position_ids, {"spatial_merge_size": MERGE}, "grid_thw"),
+        TableCall(utils().get_vision_interpolation_indices_and_weights, taps, "grid_thw"),
+        TableCall(utils().get_vision_window_index, cut, "grid_thw"),
+        TableCall(utils().get_vision_cu_seqlens, {}, "grid_thw"),
+    ]
 
 
-@pytest.mark.parametrize("merge", [1, 2])
-def test_position_ids(merge: int) -> None:
-    for height, width in FRAME_SIZES:
-        expected = vision_utils().get_vision_position_ids(grid_of(height, width), merge)
-        assert np.array_equal(position_ids(height, width, merge), expected.numpy())
-
-
-@pytest.mark.parametrize("align_corners", [True, False])
-@pytest.mark.parametrize("side", [1, 5, 48])
-def test_interpolation_bit_for_bit(side: int, align_corners: bool) -> None:
-    for height, width in FRAME_SIZES:
-        found = interpolation(height, width, 2, side, align_corners=align_corners)
-        expected = vision_utils().get_vision_interpolation_indices_and_weights(
-            grid_of(height, width), side, align_corners=align_corners, spatial_merge_size=2
-        )
-        assert all(np.array_equal(mine, theirs.numpy()) for mine, theirs in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("tokens_a_side", [1, 3, 4])
-def test_windows(tokens_a_side: int) -> None:
-    """And never more of them than graphs allow for."""
-    for height, width in FRAME_SIZES:
-        order, tokens = windows(height, width, 2, tokens_a_side)
-        expected, ends = vision_utils().get_vision_window_index(grid_of(height, width), 2, tokens_a_side * 2 * 14, 14)
-        assert np.array_equal(order, expected.numpy())
-        assert np.array_equal(np.cumsum(tokens) * 4, ends.numpy()[1:])
-        assert len(tokens) <= height * width // 4 // tokens_a_side + 1
-
-
-HOST = torch.device("cpu")
-FRAMES = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=5)
-
-
-def of_frame(height: int, width: int) -> Tables:
-    count = height * width
-    return {
-        "places": np.arange(2 * count, dtype=np.int32).reshape(count, 2) + height,
-        "weights": np.full(count, width / 3, dtype=np.float32),
-        "order": np.arange(count, dtype=np.int32)[::-1],
-        "row": np.full(height, width, dtype=np.int32),
-    }
-
-
-def tables() -> BatchTables:
-    return BatchTables(
-        of_frame, patch_keys=("places", "weights"), token_keys=("order",), sequence_kinds=("row",), smallest=(1, 1)
+@given(frames=FRAMES, is_padded=st.booleans())
+def test_tables_are_those_of_the_whole_batch(frames: list[Grid], is_padded: bool) -> None:
+    """And there is room for them, and padding is a sequence of its own, of places of its own."""
+    tables = GridTables(calls(), UNIT, MERGE)
+    grids = [(count, MERGE * height, MERGE * width) for count, height, width in frames]
+    real = [grid for grid in grids if math.prod(grid)]
+    tokens, num_frames = sum(map(math.prod, real)) // UNIT, sum(count for count, *_ in real)
+    key = EncoderGraphKey(max(tokens, 1) + 5, (max(tokens, 1) + 5) * UNIT, 8, max(num_frames, 1) + 1)
+    found = tables.on_device(grids, HOST, key if is_padded else None)
+    assert tuple(found) == tables.names
+    expected = (
+        {name: table for call in calls() for name, table in call.tables(grid_thw=torch.tensor(real)).items()}
+        if real
+        else {}
     )
+    for name, table in expected.items():
+        start, behind = found[name][: len(table)], found[name][len(table) :]
+        assert torch.equal(start, table.to(start.dtype))
+        assert bool(len(behind)) == is_padded
+        if name.startswith("cu_"):
+            pieces = pieces_of(table.diff().numpy())
+            for part, of_batch in zip(piece_keys(name), pieces, strict=True):
+                assert found[part][: len(of_batch)].tolist() == of_batch.tolist()
+            assert set(behind.tolist()) <= {int(table[-1]), key.patches}
+            assert not is_padded or int(behind[-1]) == key.patches
+        elif name == "window_index":
+            assert behind.tolist() == list(range(len(table), len(found[name])))
+        else:
+            assert not behind.any()
+    assert found[GRID_KEY][:num_frames].tolist() == [[1, *grid[1:]] for grid in real for _ in range(grid[0])]
+    assert is_padded == (len(found[GRID_KEY]) > num_frames)
+    if is_padded:
+        assert {name: len(table) for name, table in found.items()} == tables.rows(key)
 
 
-@given(frames=FRAMES, missing=st.integers(-3, 9))
-def test_frames_one_behind_the_other(frames: list[Frame], missing: int) -> None:
-    """Padded to more rows, or to fewer than there are, which leaves them."""
-    made, each = tables(), [of_frame(*frame) for frame in frames]
-    count = sum(height * width for height, width in frames)
-    starts = np.cumsum([0, *(height * width for height, width in frames)])
-    pieces = pieces_of(np.concatenate([one["row"] for one in each]))
-    expected = {
-        "places": np.concatenate([one["places"] for one in each]),
-        "weights": np.concatenate([one["weights"] for one in each]),
-        "order": np.concatenate([one["order"] + start for one, start in zip(each, starts, strict=False)]),
-        **dict(zip(piece_keys("row"), pieces, strict=True)),
-    }
-    rows = {name: len(table) + missing for name, table in expected.items()}
-    found = made.on_device(frames, HOST, rows)
-    assert tuple(found) == made.names == tuple(expected)
-    for name, table in found.items():
-        real = torch.from_numpy(np.ascontiguousarray(expected[name]))
-        assert table.dtype == (torch.float32 if name == "weights" else torch.int32)
-        assert len(table) == len(real) + max(missing, 0)
-        assert torch.equal(table[: len(real)], real.to(table.dtype))
-        assert torch.equal(
-            table[len(real) :], torch.full_like(table[len(real) :], count if name.endswith(("bounds", "starts")) else 0)
-        )
-    for name, table in made.on_device(frames, HOST).items():
-        assert torch.equal(table, found[name][: len(expected[name])])
+def test_an_item_is_computed_once() -> None:
+    asked = []
 
+    def counted(grid_thw: torch.Tensor, kwargs: Any) -> Any:
+        asked.append(grid_thw.tolist())
+        return utils().get_vision_cu_seqlens(grid_thw, kwargs=kwargs)
 
-def test_no_frames() -> None:
-    found = tables().on_device([], HOST, dict.fromkeys(tables().names, 3))
-    assert {name: tuple(table.shape) for name, table in found.items()} == {
-        "places": (3, 2),
-        **dict.fromkeys(("weights", "order", *piece_keys("row")), (3,)),
-    }
-    assert not any(table.any() for table in found.values())
-
-
-def test_a_frame_is_computed_once() -> None:
-    calls = []
-
-    def counted(height: int, width: int) -> Tables:
-        calls.append((height, width))
-        return of_frame(height, width)
-
-    made = BatchTables(counted, patch_keys=("places",), token_keys=(), sequence_kinds=("row",), smallest=(1, 1))
+    tables = GridTables([TableCall(counted, {}, "grid_thw")], UNIT, MERGE)
+    asked.clear()
     for _ in range(2):
-        made.on_device([(2, 3), (2, 3), (3, 2)], HOST)
-    assert calls == [(1, 1), (2, 3), (3, 2)]
+        tables.on_device([(1, 2, 4), (1, 2, 4), (2, 2, 2)], HOST)
+    assert asked == [[[1, 2, 4]], [[2, 2, 2]]]
+
+
+def numbers(grid_thw: torch.Tensor, scale: torch.Tensor | None = None, kwargs: Any = None) -> torch.Tensor:
+    """A table that is not its items' tables."""
+    kwargs.pop("numbers", None)
+    return torch.arange(int(grid_thw.prod(1).sum())) * (2 if scale is None else scale)
+
+
+@pytest.mark.parametrize(
+    ("made", "found"),
+    [
+        ([TableCall(numbers, {}, "grid_thw")], "numbers is not"),
+        ([TableCall(numbers, {"scale": torch.ones(1)}, "grid_thw")], "numbers of more than these"),
+        ([], "the tables"),
+    ],
+)
+def test_tables_that_cannot_be_joined(made: list[TableCall], found: str) -> None:
+    with pytest.raises(gp.errors.EncoderConfigError, match=found):
+        GridTables(made, UNIT, MERGE)
+
+
+def test_calls_are_noted_from_outside_and_the_profiler_of_before_stays() -> None:
+    seen: list[str] = []
+
+    def profiler(frame: Any, event: str, _: Any) -> None:
+        seen.append(event)
+
+    grids, config = torch.tensor([[1, 4, 4]]), QWEN3_VL.build(CPU).config
+    sys.setprofile(profiler)
+    try:
+        with noted_calls(grids) as noted:
+            utils().get_vision_attention_seqlens(grids, config, kwargs={})
+            utils().get_vision_position_ids(grids, 2)
+        assert sys.getprofile() is profiler
+    finally:
+        sys.setprofile(None)
+    assert [(call.function.__name__, call.grid_name) for call in noted] == [
+        ("get_vision_attention_seqlens", "grid_thw")
+    ]
+    assert sorted(noted[0].tables(grid_thw=grids)) == ["cu_seqlens", "max_seqlen"]
 
 
 # Convolutions over whole patches: the product in their place, hooks and other convolutions as they are.
@@ -320,10 +305,11 @@ class Called(TorchDispatchMode):
 
 def both(convolution: nn.Module, patches: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """As it is, as a product, and whether it was one."""
+    own = TowerCopy(convolution, is_packed=False)
     with torch.no_grad():
         expected = convolution(patches)
-        with Called() as called, WholePatches():
-            found = convolution(patches)
+        with Called() as called:
+            found = own(patches)
     return expected, found, "convolution" not in called.names
 
 
@@ -355,8 +341,9 @@ def test_others_stay(options: dict[str, Any], size: tuple[int, ...]) -> None:
 
 
 def test_a_kernel_that_sees_more_is_refused_as_ever() -> None:
-    with torch.no_grad(), WholePatches(), pytest.raises(RuntimeError, match="Kernel size"):
-        nn.Conv3d(3, 6, (2, 2, 2), dilation=2)(torch.randn(1, 3, 2, 2, 2))
+    own = TowerCopy(nn.Conv3d(3, 6, (2, 2, 2), dilation=2), is_packed=False)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="Kernel size"):
+        own(torch.randn(1, 3, 2, 2, 2))
 
 
 def test_hooks_are_called_and_autocast_casts() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,16 +61,6 @@ def test_sequences_do_not_see_each_other(lengths: list[int], unused: int, paddin
     for start, length in zip(itertools.accumulate([0, *lengths]), lengths, strict=False):
         own = [tensor[start : start + length] for tensor in packed]
         torch.testing.assert_close(found[start : start + length], alone(*own))
-
-
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_equal_sequences(count: int) -> None:
-    packed = tensors(count * 6)
-    found = att.equal_attention(*packed, 6, scale=SCALE)
-    assert found.is_contiguous()
-    for part in range(count):
-        own = [tensor[6 * part : 6 * part + 6] for tensor in packed]
-        torch.testing.assert_close(found[6 * part : 6 * part + 6], alone(*own))
 
 
 @pytest.mark.parametrize(
@@ -185,10 +176,17 @@ class Layer(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.config = type("Config", (), {"graphpass_sequence_length": 3, "graphpass_is_flash": False})()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.config = type("Config", (), {"hidden_size": 8, "num_attention_heads": 2})()
 
 
-@pytest.mark.parametrize("name", [att.PACKED_ATTENTION, att.EQUAL_ATTENTION])
+def packed() -> Any:
+    """The function as transformers finds it."""
+    interface = pytest.importorskip("transformers").AttentionInterface
+    att.use_packed_attention(layer := Layer())
+    return lambda *args, **named: interface()[att.PACKED_ATTENTION](layer, *args, **named)
+
+
 @pytest.mark.parametrize(
     ("asked", "error", "text"),
     [
@@ -198,9 +196,7 @@ class Layer(torch.nn.Module):
         ({"rows": 2}, gp.errors.ShapeError, "2 rows"),
     ],
 )
-def test_what_it_does_not_do(name: str, asked: dict[str, object], error: type[Exception], text: str) -> None:
-    interface = pytest.importorskip("transformers").AttentionInterface
-    att.register_with_hugging_face()
+def test_what_it_does_not_do(asked: dict[str, object], error: type[Exception], text: str) -> None:
     named = {
         "rows": 1,
         "attention_mask": None,
@@ -212,16 +208,14 @@ def test_what_it_does_not_do(name: str, asked: dict[str, object], error: type[Ex
     given = {name: value for name, value in (named | asked).items() if name != "rows"}
     row = torch.ones(rows, HEADS, 6, HEAD_DIM)
     with pytest.raises(error, match=text):
-        interface()[name](Layer(), row, row, row, **given)
+        packed()(row, row, row, **given)
 
 
 @pytest.mark.parametrize("missing", ["query_bounds", "key_starts", "key_lengths"])
 def test_packed_attention_asks_for_pieces(missing: str) -> None:
-    interface = pytest.importorskip("transformers").AttentionInterface
-    att.register_with_hugging_face()
     row = torch.ones(1, HEADS, 6, HEAD_DIM)
     names = ("query_bounds", "key_starts", "key_lengths")
     given = dict(zip(names, att.pieces_on([6], torch.device("cpu")), strict=True))
-    interface()[att.PACKED_ATTENTION](Layer(), row, row, row, None, **given)
+    packed()(row, row, row, None, **given)
     with pytest.raises(gp.errors.OptionError, match=missing):
-        interface()[att.PACKED_ATTENTION](Layer(), row, row, row, None, **{**given, missing: None})
+        packed()(row, row, row, None, **{**given, missing: None})

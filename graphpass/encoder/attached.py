@@ -1,0 +1,151 @@
+"""The tower of a stock model, served by graphs in its place: :func:`attach`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from graphpass.encoder.adapters import GridAdapter, TowerAdapter, adapter_for
+from graphpass.encoder.manager import EncoderCudaGraphManager
+from graphpass.encoder.options import EncoderOptions
+from graphpass.errors import EncoderConfigError
+from graphpass.report import Report
+
+_ATTACHED = "_graphpass_attached"
+
+
+class AttachedEncoder:
+    """A model whose tower is served by graphs. :func:`attach` makes it.
+
+    Attributes:
+        manager: captures, packs and replays; its ``adapt()`` and statistics are those of any manager.
+    """
+
+    def __init__(self, model: Any, modality: str, tower: nn.Module, manager: EncoderCudaGraphManager) -> None:
+        self.manager, self._model, self._modality, self._tower = manager, model, modality, tower
+        self._adapter = cast(TowerAdapter, manager.model)
+        self._served = _served(tower, self)
+        self._parameters = inspect.signature(tower.forward).parameters
+
+    def detach(self) -> None:
+        """Give the model its tower back, with the weights of now, and release the graphs. It may be repeated."""
+        if self._model.get_encoder(self._modality) is self._served:
+            self._model.set_encoder(self._tower, self._modality)
+        self.manager.clear()
+
+    def report(self) -> Report:
+        """What replays and what does not, and why; ``print`` it."""
+        return self.manager.report()
+
+    def _put(self) -> None:
+        """Put the served tower in its place, or undo that and refuse."""
+        model, modality = self._model, self._modality
+        before = {(id(owner), name): child for owner, name, child in _children(model)}
+        model.set_encoder(self._served, modality)
+        if model.get_encoder(modality) is self._served:  # guard: attached_encoder_found
+            return
+        for owner, name, child in _children(model):
+            if child is self._served and (id(owner), name) in before:
+                setattr(owner, name, before[id(owner), name])
+            elif child is self._served:
+                delattr(owner, name)
+        raise _unattached(f"a {modality} encoder that set_encoder replaces", "another module after set_encoder")
+
+    def items(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
+        """The items of a call of the tower; None if the stock tower has to run it."""
+        names = [name for name in self._parameters if name != "kwargs"]
+        given = {**dict(zip(names, args, strict=False)), **named}
+        more = {name: value for name, value in given.items() if name not in (names[0], "grid_thw")}
+        asks_more = any(isinstance(v, torch.Tensor) or (v and name.startswith("output_")) for name, v in more.items())
+        pixels, weight = given.get(names[0]), next(self._tower.parameters())
+        needs_grad = torch.is_grad_enabled() and any(p.requires_grad for p in (pixels, *self._tower.parameters()))
+        # guard: attached_encoder_grad
+        if needs_grad or asks_more or given.get("return_dict") is False or torch.compiler.is_compiling():
+            return None
+        if (weight.device, weight.dtype) != self.manager.place or not isinstance(pixels, torch.Tensor):
+            return None
+        if isinstance(self._adapter, GridAdapter):
+            pixels = pixels.reshape(-1, *self._adapter.patch_shape)
+            return {"pixel_values": pixels, "grid_thw": given["grid_thw"].cpu()} if len(pixels) else None
+        return {"pixel_values": pixels} if len(pixels) else None
+
+    def output(self, items: dict[str, torch.Tensor]) -> Any:
+        """What the tower returns."""
+        return self._adapter.as_output(self.manager.execute(items))
+
+
+def attach(
+    model: Any, *, modality: str = "image", options: EncoderOptions | None = None, **adapter_options: Any
+) -> AttachedEncoder:
+    """Serve the vision tower of a stock model by graphs, in the model itself: ``generate`` and ``forward`` go on as before.
+
+    The tower is captured now. Calls that need a gradient, that ask for more than the tower's usual output, or that come
+    while the weights are on another device than at the capture, run the stock tower. Parameters, buffers, submodules,
+    hooks and flags are the stock tower's own, so saving, loading, moving and PEFT work as before.
+
+    Args:
+        model: a model of transformers with ``get_encoder`` and ``set_encoder``, in eval mode and on its device.
+        modality: ``image`` or ``video``, which have one tower.
+        options: see :class:`EncoderOptions`.
+        adapter_options: options of the adapter, such as ``max_tokens``.
+
+    Returns:
+        What gives the model its tower back.
+
+    Raises:
+        EncoderConfigError: no adapter can serve the tower, the model's tower cannot be replaced, or is already served.
+    """
+    if not hasattr(model, "set_encoder"):
+        raise _unattached("a model of transformers with set_encoder", type(model).__name__)
+    tower = model.get_encoder(modality)
+    if tower is model or not isinstance(tower, nn.Module):
+        raise _unattached(f"a model with a {modality} encoder", f"none in {type(model).__name__}")
+    if hasattr(type(tower), _ATTACHED):  # guard: attached_encoder_twice
+        raise _unattached("a model without an attached encoder", "one that is attached")
+    adapter, weight = adapter_for(tower, output="both", **adapter_options), next(tower.parameters())
+    manager = EncoderCudaGraphManager(adapter, options=options, device=weight.device, dtype=weight.dtype)
+    attached = AttachedEncoder(model, modality, tower, manager)
+    attached._put()
+    try:
+        manager.capture()
+    except BaseException:
+        attached.detach()
+        raise
+    return attached
+
+
+def _served(tower: nn.Module, attached: AttachedEncoder) -> nn.Module:
+    """A module that is the tower in everything (they share all attributes), but in its forward."""
+    stock: Any = type(tower)
+
+    @functools.wraps(stock.forward)
+    def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
+        items = attached.items(args, named)
+        return stock.forward(self, *args, **named) if items is None else attached.output(items)
+
+    def reduced(self: nn.Module, _: Any) -> Any:
+        """A copy, or what is loaded from a pickle, is a stock tower."""
+        return object.__new__, (stock,), self.__dict__
+
+    own = {"forward": forward, "__reduce_ex__": reduced, "__module__": stock.__module__, _ATTACHED: True}
+    return _shared(type(stock.__name__, (stock,), own), tower)
+
+
+def _shared(kind: type[nn.Module], module: nn.Module) -> nn.Module:
+    shared = kind.__new__(kind)
+    shared.__dict__ = module.__dict__
+    return shared
+
+
+def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    return [(owner, name, child) for owner in model.modules() for name, child in owner.named_children()]
+
+
+def _unattached(expected: str, found: str) -> EncoderConfigError:
+    remedy = "detach() it first, or use EncoderCudaGraphManager.from_model(tower) beside the model"
+    return EncoderConfigError("the encoder cannot be attached", expected=expected, found=found, remedy=remedy)

@@ -1,0 +1,114 @@
+"""The table of stock towers in docs/encoder.md: ``python -m tests.e2e.tower_table`` writes it."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphpass.encoder.adapters import GridAdapter
+from graphpass.encoder.manager import EncoderCudaGraphManager
+from graphpass.encoder.options import EncoderOptions
+from graphpass.errors import EncoderConfigError
+from tests.e2e.hugging_face import difference
+from tests.e2e.vision_families import FAMILIES, Family, Grid, patches_of
+
+PAGE = Path(__file__).parents[2] / "docs/encoder.md"
+BEGIN, END = "<!-- towers: begin -->\n", "<!-- towers: end -->"
+HEADER = "| modeling files | items | result | calls that replay |\n|---|---|---|---|\n"
+NUM_REQUESTS, SHARE = 10, 0.9
+LADDER = (16, 64, 128, 256, 600, 1200)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one tower."""
+
+    refusal: str = ""  #: why no adapter serves it
+    difference: float = 0.0  #: the largest one from the tower, of an item by itself; relative norm
+    replayed: int = 0  #: requests of the second pass, of sizes that were never seen, that replay graphs alone
+    graphs: int = 0  #: as many as are captured
+
+
+def measured(family: Family, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Outcome:
+    """Two passes of requests of other sizes, each item against what the tower returns for it alone."""
+    tower = family.build(device, dtype)
+    try:
+        adapter = GridAdapter(tower, min_tokens=8, max_tokens=LADDER[-1], max_items=8, max_frames=16, output="both")
+    except EncoderConfigError as error:
+        return Outcome(refusal=str(error))
+    largest = adapter.get_encoder_cudagraph_budget_range()[1]
+    options = EncoderOptions(token_budgets=[b for b in LADDER if b <= largest], costs=None, compile=False)
+    manager = EncoderCudaGraphManager(adapter, options=options, device=device, dtype=dtype)
+    manager.capture()
+    seeded, seen, differs_by, replayed = random.Random(0), set[tuple[Grid, ...]](), 0.0, 0
+    for number in range(2 * NUM_REQUESTS):
+        grids: list[Grid] = []
+        while not grids or tuple(grids) in seen:
+            grids = family.sizes(seeded)
+        seen.add(tuple(grids))
+        pixels = patches_of(grids, adapter.patch_shape, next(tower.parameters()), number)
+        before = manager.get_cumulative_stats().misses
+        found = manager.execute({"pixel_values": pixels, "grid_thw": torch.tensor(grids)})
+        replayed += number >= NUM_REQUESTS and manager.get_cumulative_stats().misses == before
+        sizes = [count * height * width for count, height, width in grids]
+        for result, patches, grid in zip(found, pixels.split(sizes), grids, strict=True):
+            expected = _alone(adapter, tower, patches, grid)
+            parts = (result,) if isinstance(result, torch.Tensor) else result
+            differs_by = max(differs_by, *map(difference, parts, expected))
+    graphs = len(manager.get_cumulative_stats().budgets)
+    manager.clear()
+    return Outcome("", differs_by, replayed, graphs)
+
+
+def _alone(adapter: GridAdapter, tower: Any, patches: torch.Tensor, grid: Grid) -> list[torch.Tensor]:
+    """All that the tower returns for one item."""
+    with torch.no_grad():
+        output = tower(adapter.as_taken(patches), grid_thw=torch.tensor([grid], device=patches.device))
+    values = output.values()
+    return [part for value in values for part in ((value,) if isinstance(value, torch.Tensor) else value)]
+
+
+def row_of(family: Family, outcome: Outcome) -> str:
+    """The row of one family, after its name."""
+    items = "images, clips" if family.has_clips else "images"
+    if outcome.refusal:
+        found = outcome.refusal.partition("; found ")[2].partition("; remedy")[0]
+        return f"{items} | refused: {found.replace('|', '/')} | |"
+    return f"{items} | equal | {outcome.replayed} of {NUM_REQUESTS} |"
+
+
+def rows_of_page() -> dict[str, str]:
+    """{family: its row} of the page."""
+    table = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].removeprefix(HEADER)
+    parts = [line.removeprefix("| ").partition(" | ") for line in table.splitlines()]
+    return {name.strip("`"): row for names, _, row in parts for name in names.split(", ")}
+
+
+def write_page(rows: Mapping[str, str]) -> None:
+    """Write the table with these rows; families with equal rows share one."""
+    alike: dict[str, list[str]] = {}
+    for family in FAMILIES:
+        if str(family) in rows:
+            alike.setdefault(rows[str(family)], []).append(f"`{family}`")
+    table = "".join(f"| {', '.join(names)} | {row}\n" for row, names in alike.items())
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}{HEADER}{table}{END}{rest.partition(END)[2]}", encoding="utf-8")
+
+
+def main(names: Sequence[str]) -> None:
+    """Measure ``names``, or all families of this transformers, and write their rows."""
+    for family in FAMILIES:
+        if family.is_there and (not names or str(family) in names):
+            row = row_of(family, outcome := measured(family))
+            write_page({**rows_of_page(), str(family): row})
+            sys.stdout.write(f"{family}: {row} {outcome.difference:.1e}, {outcome.graphs} graphs\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
