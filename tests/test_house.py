@@ -36,8 +36,8 @@ graphpass: AttentionMetadataBuilder AttentionSupport Batch BatchDescriptor CUDAG
 graphpass.capture: CallableRecord CapturePolicy CaptureScope CompileSeconds Counts ReachedCall
     ReachedCallable RegionId RegionRecord RegionUse RuntimeStats SizeRecord
 graphpass.dispatch: SizePlan
-graphpass.encoder: AttachedEncoder EncoderAxis EncoderCudaGraphConfig EncoderGraphKey EncoderItemSpec EncoderStats ItemShares
-    PackedBatch PackingCosts SupportsEncoderCompilation SupportsEncoderCudaGraph SupportsEncoderExamples
+graphpass.encoder: AttachedEncoder EncoderAxis EncoderCudaGraphConfig EncoderGraphKey EncoderItemSpec EncoderStats
+    ItemShares PackedBatch PackingCosts SupportsEncoderCompilation SupportsEncoderCudaGraph SupportsEncoderExamples
     SupportsEncoderKernels attach balance_items generate_budgets pack_items smallest_fitting_budget
 graphpass.encoder.adapters: FixedSizeAdapter GridAdapter TowerAdapter
     adapter_for

@@ -54,7 +54,7 @@ class AttachedEncoder:
                 setattr(owner, name, before[id(owner), name])
             elif child is self._served:
                 delattr(owner, name)
-        raise _unattached(f"a {modality} encoder that set_encoder replaces", "another module after set_encoder")
+        raise _unattached(f"an encoder of {modality} that set_encoder replaces", "another module after set_encoder")
 
     def items(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
         """The items of a call of the tower; None if the stock tower has to run it."""
@@ -63,7 +63,9 @@ class AttachedEncoder:
         more = {name: value for name, value in given.items() if name not in (names[0], "grid_thw")}
         asks_more = any(isinstance(v, torch.Tensor) or (v and name.startswith("output_")) for name, v in more.items())
         pixels, weight = given.get(names[0]), next(self._tower.parameters())
-        needs_grad = torch.is_grad_enabled() and any(p.requires_grad for p in (pixels, *self._tower.parameters()))
+        needs_grad = torch.is_grad_enabled() and any(
+            p.requires_grad for p in (pixels, *self._tower.parameters()) if p is not None
+        )
         # guard: attached_encoder_grad
         if needs_grad or asks_more or given.get("return_dict") is False or torch.compiler.is_compiling():
             return None
@@ -82,7 +84,7 @@ class AttachedEncoder:
 def attach(
     model: Any, *, modality: str = "image", options: EncoderOptions | None = None, **adapter_options: Any
 ) -> AttachedEncoder:
-    """Serve the vision tower of a stock model by graphs, in the model itself: ``generate`` and ``forward`` go on as before.
+    """Serve the vision tower of a stock model by graphs, in the model itself; ``generate`` and ``forward`` are as before.
 
     The tower is captured now. Calls that need a gradient, that ask for more than the tower's usual output, or that come
     while the weights are on another device than at the capture, run the stock tower. Parameters, buffers, submodules,
@@ -104,7 +106,7 @@ def attach(
         raise _unattached("a model of transformers with set_encoder", type(model).__name__)
     tower = model.get_encoder(modality)
     if tower is model or not isinstance(tower, nn.Module):
-        raise _unattached(f"a model with a {modality} encoder", f"none in {type(model).__name__}")
+        raise _unattached(f"a model with an encoder of {modality}", f"none in {type(model).__name__}")
     if hasattr(type(tower), _ATTACHED):  # guard: attached_encoder_twice
         raise _unattached("a model without an attached encoder", "one that is attached")
     adapter, weight = adapter_for(tower, output="both", **adapter_options), next(tower.parameters())

@@ -16,8 +16,8 @@ from tests.e2e.vision_families import LEVELS, SMALL, WINDOWS, patches_of
 IMAGE_TOKEN, VOCABULARY = 90, 97
 TEXT = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 4096, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 4096,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
 }  # fmt: skip
 TOKENS = {
