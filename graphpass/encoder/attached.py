@@ -84,7 +84,7 @@ class AttachedEncoder:
 def attach(
     model: Any, *, modality: str = "image", options: EncoderOptions | None = None, **adapter_options: Any
 ) -> AttachedEncoder:
-    """Serve the vision tower of a stock model by graphs, in the model itself; ``generate`` and ``forward`` are as before.
+    """Serve the vision tower of a stock model by graphs, within its own ``generate``.
 
     The tower is captured now. Calls that need a gradient, that ask for more than the tower's usual output, or that come
     while the weights are on another device than at the capture, run the stock tower. Parameters, buffers, submodules,
