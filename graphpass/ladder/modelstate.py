@@ -22,7 +22,7 @@ from typing import Any, Self
 import torch
 
 from graphpass.compat import memory, nnmodules, sideeffects
-from graphpass.compat.subclasses import is_wrapper, parts_of, plain_tensors
+from graphpass.compat.subclasses import is_wrapper, plain_tensors
 from graphpass.errors import CaptureError, ShapeError
 
 _TRAINING = operator.attrgetter("training")
@@ -90,17 +90,26 @@ class DictSlots:
     owners: tuple[dict[str, Any], ...]
     names: tuple[str, ...]
     values: tuple[Any, ...]
+    wrappers: tuple[torch.Tensor, ...]  #: the values that wrap tensors; their attributes are slots, too
+    dicts: tuple[dict[str, Any], ...]  #: the attributes of each, which ``swap_tensors`` exchanges
 
     @classmethod
     def of(cls, slots: Iterable[tuple[dict[str, Any], str, Any]]) -> Self:
         """The slots of (owner, name, value) triples."""
-        owners, names, values = zip(*triples, strict=True) if (triples := tuple(slots)) else ((), (), ())
-        return cls(owners, names, values)
+        triples, wrappers = list(slots), list[torch.Tensor]()
+        for _, _, value in triples:  # which grows
+            if is_wrapper(value):
+                wrappers.append(value)
+                triples += [(vars(value), name, held) for name, held in vars(value).items()]
+        owners, names, values = zip(*triples, strict=True) if triples else ((), (), ())
+        return cls(owners, names, values, tuple(wrappers), tuple(map(vars, wrappers)))
 
     def in_place(self) -> bool:
         """Whether every slot has the same object as at capture."""
         # The loop runs in C: every call looks up hundreds of slots.
-        return all(map(operator.is_, map(dict.get, self.owners, self.names), self.values))
+        return all(map(operator.is_, map(dict.get, self.owners, self.names), self.values)) and all(
+            map(operator.is_, map(vars, self.wrappers), self.dicts)  # guard: swapped_wrappers
+        )
 
 
 class Layouts:
@@ -172,9 +181,8 @@ class ModelState:
             ]
             children = nnmodules.child_dict(module)
             slots += [(children, name, child) for name, child in children.items()]  # guard: manager_children
-        slots += [slot for _, _, value in slots if is_wrapper(value) for slot in _slots_within(value)]
-        found = {id(value) for _, _, value in slots if isinstance(value, torch.Tensor) and not is_wrapper(value)}
-        if missing != found:  # guard: tensors_kept_elsewhere
+        found = {id(plain) for _, _, value in slots for _, plain in plain_tensors(value)}
+        if not missing <= found:  # guard: tensors_kept_elsewhere
             return None
         return cls(AmbientState.now(modules), tuple(modules), DictSlots.of(slots), Layouts(tensors), lambda: True)
 
@@ -183,16 +191,13 @@ class ModelState:
         """The state of all parameters, buffers and submodules of an object, and of the modules among its attributes."""
         roots = _roots_within(model, _DEPTH, set())  # guard: encoder_weights_within
         modules = tuple({id(module): module for root in roots for module in root.modules()}.values())
-        held = [
+        slots = DictSlots.of(
             (owner, name, value)
             for module in modules
             for owner in (*nnmodules.tensor_dicts(module), nnmodules.child_dict(module))
             for name, value in owner.items()
-        ]
-        slots = DictSlots.of(
-            held + [slot for _, _, value in held if is_wrapper(value) for slot in _slots_within(value)]
         )
-        tensors = list({id(plain): plain for _, _, value in held for _, plain in plain_tensors(value)}.values())
+        tensors = list({id(plain): plain for value in slots.values for _, plain in plain_tensors(value)}.values())
         children = tuple(map(nnmodules.child_dict, modules))
         addresses: list[int | None] = [tensor.data_ptr() for tensor in tensors]
         count, everywhere = sum(map(len, children)), list(range(len(tensors)))
@@ -221,15 +226,6 @@ class ModelState:
             return False
         self.layouts.refuse_change()  # guard: manager_layouts
         return True
-
-
-def _slots_within(wrapper: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """The slots of the tensors in a wrapper, where it keeps them in its ``__dict__``."""
-    for name, part in parts_of(wrapper):
-        if vars(wrapper).get(name) is part:
-            yield vars(wrapper), name, part
-        if is_wrapper(part):
-            yield from _slots_within(part)
 
 
 def modules_of(model: object) -> tuple[torch.nn.Module, ...]:

@@ -63,7 +63,10 @@ def unwrapped(graph: fx.Graph) -> WrappedTensors | None:
 
 
 def as_parts(node: fx.Node) -> list[Path]:
-    """Replace the placeholder of a wrapper by one for each plain tensor in it; returns their paths."""
+    """Replace the placeholder of a wrapper by one for each plain tensor in it; returns their paths.
+
+    Its metadata goes: ``torch.utils.swap_tensors`` rejects a tensor with weak references.
+    """
     graph, found = node.graph, list(plain_tensors(value_of(node)))
     plain = []
     for path, tensor in found:
@@ -72,7 +75,7 @@ def as_parts(node: fx.Node) -> list[Path]:
         plain[-1].meta = dynamo.part_meta(node, tensor, path)
     with graph.inserting_before(next(other for other in graph.nodes if other.op != "placeholder")):
         _rebuild(node, plain, list(node.users))
-    node.meta = {}  # guard: wrapper_forgotten: ``swap_tensors`` rejects tensors that have weak references
+    node.meta = {}  # guard: wrapper_forgotten
     graph.erase_node(node)
     return [path for path, _ in found]
 
@@ -84,8 +87,7 @@ def _follow(node: fx.Node) -> None:
         for path, _ in plain_tensors(value_of(node)):
             part = node
             for name in path:
-                value = getattr(value_of(part), name)
-                part = _made(part, node.graph.call_function(getattr, (part, name)), value)
+                part = _made(part, getattr, (part, name), getattr(value_of(part), name), repeated=False)
             plain.append(part)
         _rebuild(node, plain, users)
 
@@ -97,7 +99,7 @@ def _rebuild(node: fx.Node, plain: Sequence[fx.Node], users: Sequence[fx.Node]) 
     given: list[Any] = []
     recipe, tensors = rebuild_of(value_of(node), given), iter(plain)
     args = [next(tensors) if isinstance(one, torch.Tensor) else _size(node, plain, one) for one in given]
-    built = _repeated(node, recipe, tuple(args), value_of(node))
+    built = _made(node, recipe, tuple(args), value_of(node), repeated=True)
     for user in users:
         user.replace_input_with(node, built)
 
@@ -112,20 +114,15 @@ def _size(node: fx.Node, plain: Sequence[fx.Node], size: torch.SymInt) -> fx.Nod
         for op, numbers in _SIZES:
             for dim, number in enumerate(numbers(value_of(part))):
                 if symbolic.expression_of(number) == expression:
-                    return _repeated(node, op, (part, dim), size)
+                    return _made(node, op, (part, dim), size, repeated=True)
     raise refused_wrapper(node, f"has the size {size}, which no tensor in it has", "compile with dynamic=False")
 
 
-def _repeated(source: fx.Node, target: Any, args: tuple[Any, ...], value: Any) -> fx.Node:
-    """A call that each region which uses it makes."""
-    made = _made(source, source.graph.call_function(target, args), value)
-    made.meta[RECOMPUTED] = True
-    return made
-
-
-def _made(source: fx.Node, node: fx.Node, value: Any) -> fx.Node:
+def _made(source: fx.Node, target: Any, args: tuple[Any, ...], value: Any, *, repeated: bool) -> fx.Node:
+    """A call for the line of ``source``; a repeated one is made by each region that uses it."""
+    node = source.graph.call_function(target, args)
     node.meta = {key: source.meta[key] for key in ("stack_trace", "nn_module_stack") if key in source.meta}
-    node.meta["example_value"] = value
+    node.meta |= {"example_value": value, RECOMPUTED: repeated}
     return node
 
 

@@ -25,7 +25,7 @@ import torch
 
 from graphpass.compat import operators, saving
 from graphpass.compat.driver import driver_version
-from graphpass.compat.subclasses import Rebuild, is_wrapper, plain_tensors, rebuild_of
+from graphpass.compat.subclasses import Rebuild, is_wrapper, rebuild_of
 from graphpass.ledger import Reason
 
 Parts: TypeAlias = dict[str, str]
@@ -222,10 +222,9 @@ def _constant_text(value: Any) -> str:
 def brief(value: Any) -> str:
     """A value as far as a trace reads it at once: scalars, code, layouts of tensors, items or keys, classes."""
     if isinstance(value, torch.Tensor):
-        place: tuple[Any, ...] = (
-            *(tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad),
-            *([text_of(rebuild_of(value, [])), *_briefs(value)] if is_wrapper(value) else ()),  # guard: saved_wrappers
-        )
+        place = (tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad)
+        if is_wrapper(value):  # guard: saved_wrappers
+            return f"{text_of(rebuild_of(value, parts := []))} {place} {list(map(brief, parts))}"
         return f"{type(value).__name__} {place}" if value.layout is torch.strided else f"{value.layout} {value.dtype}"
     if isinstance(value, _CONTAINERS):
         items = items_of(value)
@@ -237,10 +236,6 @@ def brief(value: Any) -> str:
         return text_of(value)
     except (UnstableError, RecursionError):
         return f"a {_named(type(value))}"
-
-
-def _briefs(wrapper: torch.Tensor) -> list[str]:
-    return [brief(tensor) for _, tensor in plain_tensors(wrapper)]
 
 
 def items_of(container: Iterable[Any]) -> list[str]:

@@ -16,8 +16,10 @@ from torch import nn
 
 import graphpass as gp
 from cgpass.pipeline import CallableCache
+from graphpass.compat.subclasses import rebuild_of
 from graphpass.errors import DeviceError, GraphpassError, PartitionError
 from graphpass.offload import WeightOffloader
+from graphpass.saved.fingerprint import implementations
 from tests.unit.models import module
 from tests.unit.scaled import Other, Scaled, plain, quantised
 
@@ -289,7 +291,7 @@ def test_training_compiles_and_captures_nothing() -> None:
 
 
 @pytest.mark.parametrize("way", ["graphed", "manager"])
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.soak)])
 def test_a_saved_start_is_of_class_and_metadata(way: str, compiler: str, tmp_path: Path) -> None:
     for shift, loads in ((0.0, 0), (0.0, 1), (0.5, 0)):
         torch._dynamo.reset()
@@ -299,6 +301,11 @@ def test_a_saved_start_is_of_class_and_metadata(way: str, compiler: str, tmp_pat
         runtime = run.runtime if way == "graphed" else run.its_runtime
         assert (runtime.report().figures.costs.loaded, runtime.compiled()) == (loads, 1 - loads)
         runtime.close()
+
+
+def test_a_saved_start_is_of_the_code_of_the_class() -> None:
+    parts = implementations([rebuild_of(Scaled.of(torch.ones(2, 2), nested=True), [])])
+    assert [name.rpartition(" ")[2] for name in parts] == ["tests"]
 
 
 def test_offloaded_weights_have_places_for_their_parts() -> None:

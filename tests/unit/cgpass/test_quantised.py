@@ -1,0 +1,196 @@
+"""Models with quantised weights, torchao's and those of other quantisers, are captured as models with plain ones are.
+
+torchao is imported inside of the tests: other tests do not need it, and its import takes seconds.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import graphpass as gp
+from graphpass.text import CausalLM
+from tests.unit.models import module
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+PROMPTS = [[1, 2, 3, 4], [5, 6, 7]]
+FORMS = {
+    "bf16": None,
+    "int8_weight_only": "Int8WeightOnlyConfig",
+    "int8_dynamic": "Int8DynamicActivationInt8WeightConfig",
+    "fp8_weight_only": "Float8WeightOnlyConfig",
+}
+
+
+@pytest.fixture(autouse=True)
+def _without_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def quantised(model: nn.Module, form: str = "int8_weight_only") -> nn.Module:
+    """The model with torchao's weights of a form."""
+    pytest.importorskip("torchao")
+    from torchao import quantization
+
+    if FORMS[form] is not None:
+        quantization.quantize_(model, getattr(quantization, FORMS[form])())
+    return model
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 16)).eval()
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval()
+
+
+def compiled(model: Any, **options: Any) -> tuple[Any, gp.GraphRuntime]:
+    runtime = gp.GraphRuntime()
+    given = {"compiler": "aot_eager", "dispatch": "auto", "runtime": runtime, **options}
+    return torch.compile(model, backend="cgpass", dynamic=True, options=given), runtime
+
+
+def is_right_and_replayed(model: Any, given: list[torch.Tensor], **options: Any) -> gp.GraphRuntime:
+    fast, runtime = compiled(model, **options)
+    for x in given:
+        torch.testing.assert_close(fast(x), model(x))
+    assert sum(record.replayed for record in runtime.counts().values()) >= len(given) - 2
+    return runtime
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_a_form_has_the_graphs_of_plain_weights_and_is_padded(form: str, compiler: str) -> None:
+    model = quantised(mlp(), form)
+    given = [torch.randn(rows, 32) for rows in (5, 7, 6, 5, 8, 7)]
+    runtime = is_right_and_replayed(model, given, compiler=compiler)
+    (graph,) = runtime.callables()
+    assert [region.why for region in graph.regions] == [""]
+    assert {descriptor.num_tokens for _, _, descriptor in runtime.counts()} == {6, 8}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("form", FORMS)
+def test_a_form_compiled_by_inductor(form: str) -> None:
+    model = quantised(mlp(), form)
+    is_right_and_replayed(model, [torch.randn(rows, 32) for rows in (5, 7, 6, 5, 8, 7)], compiler="inductor")
+
+
+def generated(model: Any, **options: Any) -> tuple[list[list[int]], list[list[int]]]:
+    """The tokens of the model's own ``generate`` and those of a :class:`CausalLM` of it."""
+    given = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    want = [model.generate(torch.tensor([prompt]), **given)[0, len(prompt) :].tolist() for prompt in PROMPTS]
+    text = CausalLM(model, max_num_reqs=2, max_num_tokens=8, max_seq_len=32, progress=False, capture_sizes=[2, 8])
+    text.capture()
+    got = text.generate(PROMPTS, max_new_tokens=5)
+    assert not text.manager.runtime.report().figures.problems
+    text.close()
+    return want, got
+
+
+def test_a_causal_lm_generates_the_tokens_of_the_quantised_model() -> None:
+    want, got = generated(quantised(llama()))
+    assert got == want
+
+
+@pytest.mark.soak
+def test_adapters_over_a_quantised_base() -> None:
+    peft = pytest.importorskip("peft")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        adapted = peft.get_peft_model(quantised(llama()), config).eval()
+    want, got = generated(adapted.base_model.model)
+    assert got == want
+
+
+def test_a_checkpoint_that_was_saved_quantised() -> None:
+    model, file = quantised(llama()), io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    again = llama()
+    again.load_state_dict(torch.load(file), assign=True, strict=False)
+    weight = again.model.layers[0].self_attn.q_proj.weight
+    assert type(weight) is type(model.model.layers[0].self_attn.q_proj.weight)
+    ids = [torch.randint(0, 97, (rows, 6)) for rows in (2, 3, 2, 3, 2)]
+    logits = module(lambda self, ids: self.model(ids, use_cache=False).logits, model=again)
+    is_right_and_replayed(logits, ids)
+
+
+@pytest.mark.soak
+def test_encoders() -> None:
+    from transformers import BertConfig, BertModel, CLIPVisionConfig, CLIPVisionModel
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    bert = quantised(BertModel(BertConfig(vocab_size=99, **sizes)).eval())
+    states = module(lambda self, ids: self.bert(ids).last_hidden_state, bert=bert)
+    is_right_and_replayed(states, [torch.randint(0, 99, (rows, 6)) for rows in (2, 3, 2, 3, 2)])
+    tower = quantised(CLIPVisionModel(CLIPVisionConfig(image_size=32, patch_size=8, **sizes)).eval())
+    images = torch.randn(3, 3, 32, 32)
+    want = tower(images).last_hidden_state
+    options = gp.EncoderOptions(compiler="aot_eager", costs=None, token_budgets=(68,))
+    encoder = gp.EncoderCudaGraphManager.from_model(tower, options=options)
+    encoder.capture()
+    got = [item[0] for item in encoder.execute({"pixel_values": images})]
+    torch.testing.assert_close(torch.stack(got).flatten(0, -2), want.flatten(0, -2))
+    assert encoder.get_cumulative_stats().hits
+
+
+# Quantisers whose weights are plain tensors, with an operator of their own: packed integers, zero points, blocks.
+
+
+def packed_by_group(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """GPTQ's form: eight codes of 4 bits in each integer along the inputs, a scale and a zero for groups of inputs."""
+    codes = (packed.unsqueeze(1) >> (4 * torch.arange(8)).view(1, 8, 1)) & 15
+    codes = codes.flatten(0, 1)
+    group = torch.arange(len(codes)) // (len(codes) // len(scales))
+    return x @ ((codes - zeros[group]) * scales[group])
+
+
+def packed_by_output(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """AWQ's form: the codes packed along the outputs, in an order of its own."""
+    order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
+    codes = ((packed.unsqueeze(-1) >> (4 * order)) & 15).flatten(1)
+    group = torch.arange(len(codes)) // (len(codes) // len(scales))
+    return x @ ((codes - zeros[group]) * scales[group])
+
+
+def in_blocks(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """GGUF's form: the bytes of blocks, each with its scale, one after another."""
+    blocks = packed.view(torch.int8).unflatten(-1, (-1, 8))
+    return F.linear(x, ((blocks - zeros.view(-1, 1, 1)) * scales.view(len(packed), -1, 1)).flatten(1))
+
+
+def weights(form: Callable[..., Any]) -> dict[str, torch.Tensor]:
+    groups, per_output = (2, 16), {"scales": torch.rand(16, 2) / 8, "zeros": torch.ones(16)}
+    packed = {packed_by_group: (2, 16), packed_by_output: (16, 2)}
+    if form is in_blocks:
+        return {"packed": torch.randint(0, 255, (16, 16), dtype=torch.uint8), **per_output}
+    given = {"scales": torch.rand(groups) / 8, "zeros": torch.randint(0, 15, groups)}
+    return {"packed": torch.randint(-(2**31), 2**31, packed[form]).to(torch.int32), **given}
+
+
+@pytest.mark.parametrize("form", [packed_by_group, packed_by_output, in_blocks])
+def test_other_quantisers(form: Callable[..., Any]) -> None:
+    name = f"quantised_test::{form.__name__}"
+    op = torch.library.custom_op(name, form, mutates_args=())
+    op.register_fake(lambda x, packed, scales, zeros: x.new_empty(x.shape[0], 16))
+    torch.manual_seed(0)
+    model = module(lambda self, x: op(x.tanh(), self.packed, self.scales, self.zeros).relu(), **weights(form))
+    is_right_and_replayed(model, [torch.randn(rows, 16) for rows in (5, 5, 5, 5)])
