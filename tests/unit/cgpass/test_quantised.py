@@ -194,3 +194,33 @@ def test_other_quantisers(form: Callable[..., Any]) -> None:
     torch.manual_seed(0)
     model = module(lambda self, x: op(x.tanh(), self.packed, self.scales, self.zeros).relu(), **weights(form))
     is_right_and_replayed(model, [torch.randn(rows, 16) for rows in (5, 5, 5, 5)])
+
+
+# What needs a GPU: fp8 and int4 products, memory.
+
+ON_A_GPU = {
+    **{form: (name, {}) for form, name in FORMS.items() if name is not None},
+    "fp8_dynamic": ("Float8DynamicActivationFloat8WeightConfig", {}),
+    "int4": ("Int4WeightOnlyConfig", {"int4_packing_format": "tile_packed_to_4d"}),
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("form", ON_A_GPU)
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_a_form_on_a_gpu(form: str, compiler: str) -> None:
+    pytest.importorskip("torchao")
+    from torchao import quantization
+
+    name, given = ON_A_GPU[form]
+    torch.manual_seed(0)
+    layers = [nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 1024)]
+    model = nn.Sequential(*layers).eval().to("cuda", torch.bfloat16)
+    quantization.quantize_(model, getattr(quantization, name)(**given, set_inductor_config=False))
+    fast, runtime = compiled(model, compiler=compiler)
+    for rows in (5, 7, 6, 5, 8, 7):
+        x = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
+        torch.testing.assert_close(fast(x), model(x), rtol=2e-2, atol=2e-2)
+    assert sum(record.replayed for record in runtime.counts().values()) >= 4
+    (graph,) = runtime.callables()
+    assert [region.why for region in graph.regions] == [""], "no region is eager for its weight's sake"
