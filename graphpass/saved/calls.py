@@ -263,6 +263,9 @@ _OF_A_PART = {
 }
 """Kinds of guards that compare a part of a value: its class, its length, its keys. All others stand for all of it."""
 
+_UNGUARDED = (types.MethodDescriptorType, types.WrapperDescriptorType)  # guard: saved_unguarded
+"""Classes of what Dynamo calls without a guard on it, such as ``torch.Tensor.sin``."""
+
 
 def names_of(traced: Iterable[types.CodeType]) -> tuple[str, ...]:
     """The names and the texts in code that may be names."""
@@ -313,6 +316,7 @@ def assumed(
         present = {name: attributes[name] for name in names if name in attributes}
         parts |= {f"names in {at}": " ".join(present)} if present else {}  # guard: saved_names
         held |= {f"{at}.{name}": item for name, item in (*present.items(), *_items(value))}  # guard: saved_ways
+    parts |= {f"the method {at}": brief(item) for at, item in held.items() if isinstance(item, _UNGUARDED)}
     return parts | _identities({**values, **variables, **held})  # guard: saved_identities
 
 

@@ -16,6 +16,7 @@ import platform
 import re
 import sys
 import types
+import typing
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -86,6 +87,8 @@ def text_of(value: Any) -> str:
             return text(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return f"{_named(type(value))} {[text_of(getattr(value, f.name)) for f in dataclasses.fields(value)]}"
+    if (origin := typing.get_origin(value)) is not None:
+        return f"{_named(type(value))} {text_of((origin, typing.get_args(value)))}"  # guard: saved_types
     if callable(value) and (isinstance(value, type) or hasattr(value, "__name__")):
         return code_of(value)
     raise UnstableError(f"{type(value).__name__} objects are compared by identity")

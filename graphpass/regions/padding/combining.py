@@ -369,7 +369,8 @@ def weight_of(name: str, score: Pad | None, *, is_along: bool = False) -> Pad | 
         # guard: proof_hidden_rows
         seen = Approximate.FINITE if hidden or is_finite(seen) else Approximate.NOT_FINITE
     if not is_log:
-        return seen
+        has_hidden = seen is None and isinstance(score, Filled) and score.fill == -math.inf
+        return Approximate.FINITE if has_hidden else seen  # guard: proof_weights_of_zero
     return by_data(blurred(seen), score.fill) if isinstance(score, Filled) else blurred(seen)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import logging
 import random
+import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -56,7 +57,10 @@ def rows(*sizes: int) -> Calls:
 
 @dataclass
 class Remedy:
-    """What is compiled, the problem and the remedy in its report; then what follows the remedy."""
+    """What is compiled, the problem and the remedy in its report; then what follows the remedy.
+
+    The options and the settings of Dynamo that the remedy names are taken from its text.
+    """
 
     model: Callable[..., Any]
     calls: Calls
@@ -65,11 +69,20 @@ class Remedy:
     options: dict[str, Any] = field(default_factory=dict)
     remedied: Callable[..., Any] | None = None  #: the model's own unless said otherwise
     remedied_calls: Calls | None = None
-    remedied_options: dict[str, Any] = field(default_factory=dict)  #: besides those before
     num_keys: int | None = None
     absent: str = ""  #: from the remedy
     settings: dict[str, Any] = field(default_factory=dict)  #: of Dynamo, for both
-    remedied_settings: dict[str, Any] = field(default_factory=dict)
+
+
+def named_in(problem: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of the backend and the settings of Dynamo that a remedy names."""
+    options: dict[str, Any] = {
+        name: ast.literal_eval(given) for name, given in re.findall(r"(\w+)=(\{.*?\})", problem.remedy)
+    }
+    if "list it in splitting_ops" in problem.remedy:
+        options["splitting_ops"] = re.findall(r"at op \S+ = (\S+) at", problem.what)
+    settings = re.findall(r"torch\._dynamo\.config\.(\w+) = (\w+)", problem.remedy)
+    return options, {name: ast.literal_eval(given) for name, given in settings}
 
 
 def says(parts: str, text: str) -> bool:
@@ -122,7 +135,6 @@ def of_lstm(forward: Callable[..., Any]) -> Remedy:
         [(torch.randn(3, 5, 6),)],
         "",
         "set torch._dynamo.config.allow_rnn = True",
-        remedied_settings={"allow_rnn": True},
     )
 
 
@@ -148,7 +160,6 @@ REMEDIES: dict[str, Remedy] = {
         {"dynamic_dims": {"x": {1: "seq"}}},
         pooled_by_mask,
         [(x, (torch.arange(x.shape[1]) < count[:, None]).to(x.dtype)) for x, count in LENGTHS],
-        {"padding": {"mask": 0}},
         num_keys=2,
     ),
     "Dynamo is told to trace an LSTM in one line": of_lstm(in_one_line),
@@ -159,7 +170,6 @@ REMEDIES: dict[str, Remedy] = {
         "the capture failed … graphpasstest_remedies.host.default",
         "",
         {"compiler": "aot_eager", "mode": "PIECEWISE"},
-        remedied_options={"splitting_ops": ["graphpasstest_remedies.host.default"]},
     ),
     "repeats with a known total are captured": Remedy(
         spread,
@@ -184,7 +194,6 @@ REMEDIES: dict[str, Remedy] = {
         "padding={'mask': 0}",
         remedied=lambda x, index, mask: torch.zeros(4, 6).index_add(0, index, x * mask[:, None]),
         remedied_calls=[(torch.randn(n, 6), torch.arange(n) % 4, torch.ones(n)) for n in (5, 6, 7)],
-        remedied_options={"padding": {"mask": 0}},
         num_keys=2,
         absent="dynamic_dims",
     ),
@@ -206,9 +215,10 @@ def test_a_remedy_that_is_followed_leaves_no_problem(compiled: Make, name: str) 
         fast.serve(case.calls, passes=1 if case.remedied_calls and not case.remedied else 3)
         (found,) = [p for p in fast.problems if says(case.problem, p.what) and says(case.remedy, p.remedy)]
         assert not case.absent or case.absent not in found.remedy
-        fast = compiled(case.remedied or case.model, **case.options, **case.remedied_options)
+        options, settings = named_in(found)
+        fast = compiled(case.remedied or case.model, **{**case.options, **options})
         calls = case.remedied_calls or case.calls
-        with dynamo_config.patch(**case.remedied_settings) if case.remedied_settings else nullcontext():
+        with dynamo_config.patch(**settings) if settings else nullcontext():
             assert fast.serve(calls, passes=3, model=case.model if not case.remedied_calls else None) == len(calls)
     assert fast.problems == ()
     assert case.num_keys in (None, len(fast.rt.report().figures.keys)), "the two smaller sizes share a key"

@@ -276,6 +276,16 @@ MASKED = [
     P("exponents of hidden entries", "b+ s~", lambda g, fm: torch.frexp(g.masked_fill(fm == 0, -torch.inf))[1].sum(1)),
     P("causal scores, bounded", "b+ s+", lambda x, fm: (causal(scores(x)).nan_to_num() * fm[..., None]).sum(0)),
     P("scores and a row of a mask, squared", "b- s+", lambda g, bias, fm: ((g + bias[0, 0]).square() * fm).sum(0)),
+    P(
+        "reciprocals of causal weights, squared",
+        "b- s+",
+        lambda x, fm: (1 / shifted(scores(x)).softmax(-1) ** 2 * fm[..., None]).sum(0),
+    ),
+    P(
+        "causal scores of zero rows, not hidden",
+        "b- s+",
+        lambda x, fm: (causal(scores(x * fm[..., None])) * fm[..., None]).sum(0),
+    ),
     P("weights of a row of a mask", "b+ s+", lambda g, bias, fm: ((g + bias[0, 0]).softmax(1) * fm).sum(0)),
     P("zeros, filled by data, squared", "b+ s-", lambda zeros, free, fm: (low(zeros, free).square() * fm).sum(1)),
     P("filled by a mask, divided by itself", "b+ s+", lambda x, m, fm: (low(x, m) / low(x, m) * fm).sum(1)),

@@ -7,6 +7,7 @@ import enum
 import re
 import sys
 import types
+import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -230,6 +231,21 @@ def _(self: Any, x: torch.Tensor) -> torch.Tensor:
         return x * PLACE.Made.late
     except AttributeError:
         return x * 2.0
+
+
+@reads("a type with arguments", held(of=(typing.List[int], typing.List[float])))  # noqa: UP006
+def _(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * (2.0 if self.box.of == typing.List[int] else 3.0)  # noqa: UP006
+
+
+@reads("a method of tensors", held(of=(torch.Tensor.sin, torch.Tensor.cos)))
+def _(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.box.of(x)  # type: ignore[no-any-return]
+
+
+@reads("a method of tensors in a list", held(of=([torch.Tensor.sin], [torch.Tensor.cos])))
+def _(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.box.of[0](x)  # type: ignore[no-any-return]
 
 
 def tied(model: Any, is_changed: bool) -> None:
