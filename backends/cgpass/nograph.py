@@ -9,7 +9,6 @@ from dataclasses import replace
 from graphpass.dispatch.recurring import CALLS_OF_A_NUMBER
 from graphpass.errors import CaptureError
 from graphpass.ledger import Reason, named_sizes, why_failed
-from graphpass.regions.padding import DECLARE_MASK
 from graphpass.report.problems import OF_A_NEW_KEY
 
 _log = logging.getLogger("graphpass")
@@ -33,7 +32,7 @@ BUSY = Reason(
 )
 PLAIN = "compiled once more, without what makes padding neutral, for graphs of sizes that recur"
 NOT_PLAIN = "graphs of sizes that recur contain what makes padding neutral: it cannot be compiled without"
-NOT_PADDED = f"leave the dimension out of dynamic_dims, or hide the padding from the model {DECLARE_MASK}"
+NOT_PADDED = "correct the rule (register_padding_rule) or promise (rows_apart) that is wrong, or set padding='never'"
 _AFTER_FAILURE = "run it at that size with mode='NONE': if it fails there, too, the model causes it, else the capture"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -157,6 +158,12 @@ def _(x: torch.Tensor, what: str) -> torch.Tensor:
     return torch.empty_like(x)
 
 
+@torch.library.custom_op("graphpasstest_lies::honest", mutates_args=())
+def honest(x: torch.Tensor, what: str) -> torch.Tensor:
+    return LIES[what](x).clone()
+
+
+honest.register_fake(lambda x, what: torch.empty_like(x))
 register_padding_rule("graphpasstest_lies::lie", lambda call: PaddedValue(call.tensor("x").factors))
 
 LIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -187,6 +194,25 @@ def test_a_rule_that_promises_too_much_is_refuted(
     (refusal,) = refusals(fast.rt)
     if padding or what == "number of rows":
         assert "differ from a run without padding" in refusal
+    assert not fast.is_padded
+
+
+@pytest.mark.parametrize("follow", ["never", "correct"])
+def test_the_remedy_for_a_refuted_rule_is_followed(compiled: Make, follow: str) -> None:
+    """The rule is corrected: the operator's rows depend on all others, so it has none."""
+    make: dict[str, Any] = {"make": lambda size: (torch.rand(size, 3) * 10 + 100,)}
+    wrong = compiled(lambda x: lie(x, "above the mean"), **make)
+    wrong.serve(RAGGED)
+    remedy = wrong.problem("no longer padded").remedy
+    assert "correct the rule (register_padding_rule)" in remedy
+    options: dict[str, Any] = {}
+    if follow == "never":
+        (named,) = re.findall(r"set padding='(\w+)'", remedy)
+        options = {"padding": named}
+    fast = compiled(lambda x: (lie if follow == "never" else honest)(x, "above the mean"), **make, **options)
+    fast.serve(RAGGED, passes=2)
+    assert refusals(fast.rt) == []
+    assert fast.rt.stats().replayed > 0
     assert not fast.is_padded
 
 
