@@ -12,6 +12,7 @@ runs tiny models on any machine: the code, not the figures.
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import random
 import time
@@ -188,6 +189,9 @@ def built(sound: Sound, small: bool) -> Any:
     for part in model.modules():
         if isinstance(part, nn.Conv1d | nn.ConvTranspose1d | nn.Conv2d):
             part.reset_parameters()
+    for name, buffer in model.named_buffers():
+        if name.endswith("embed_sum"):  # the codes of Mimi, which are zeros without trained weights
+            buffer.normal_()
     return model
 
 
@@ -214,11 +218,18 @@ def measure(name: str, dtype: torch.dtype, given: argparse.Namespace) -> dict[st
     options: Any = {"options": {"compiler": "aot_eager"}} if given.small else {}
     fast = torch.compile(model, backend="cgpass", dynamic=True, **options)
     runs: dict[str, Callable[..., Any]] = {"eager": model, "by hand": runner, "graphpass": fast}
-    figures: dict[str, Any] = {"first_pass_s": {}, "kept_mib": {}, "difference": {}}
+    figures: dict[str, Any] = {"first_pass_s": {}, "kept_mib": {}, "difference": {}, "problem": ""}
     expected = [first_tensor(model(**call)).cpu() for call in calls]
-    for variant, run in runs.items():
+    for variant, run in list(runs.items()):
         before = _free_bytes(device)
-        figures["first_pass_s"][variant] = seconds(partial(_pass, run, calls), device)
+        try:
+            figures["first_pass_s"][variant] = seconds(partial(_pass, run, calls), device)
+        except Exception as error:
+            if variant != "by hand":
+                raise
+            figures["problem"] = f"{variant}: {type(error).__name__}: {error}"[:500]
+            del runs[variant]
+            continue
         if variant == "graphpass":
             figures["passes"] = _settled(fast, partial(_pass, run, calls), given)
         figures["kept_mib"][variant] = (before - _free_bytes(device)) / 2**20
@@ -229,7 +240,7 @@ def measure(name: str, dtype: torch.dtype, given: argparse.Namespace) -> dict[st
     medians = {variant: timing.step.median for variant, timing in timings.items()}
     figures["ms"] = {variant: median / len(calls) / 1e3 for variant, median in medians.items()}
     figures["over_eager"] = medians["eager"] / medians["graphpass"]
-    figures["of_by_hand"] = medians["graphpass"] / medians["by hand"]
+    figures["of_by_hand"] = medians["graphpass"] / medians.get("by hand", math.nan)
     figures["is_equal"] = max(figures["difference"].values()) <= TOLERANCES[dtype]
     runtime = gp.runtime_of(fast)
     figures["graphs"] = {"by hand": len(runner.buckets), "graphpass": runtime.stats().captured}
@@ -245,6 +256,7 @@ def _pass(run: Callable[..., Any], calls: Sequence[Call]) -> None:
 
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
+        gc.collect()  # the graphs of another model
         torch.cuda.empty_cache()
     return free_bytes(device)
 
@@ -282,7 +294,7 @@ def row_of(name: str, dtype: str, figures: Mapping[str, Any]) -> tuple[str, ...]
     return (
         name,
         dtype,
-        *(f"{ms[variant]:.3g}" for variant in ms),
+        *(f"{ms[variant]:.3g}" if variant in ms else "-" for variant in ("eager", "by hand", "graphpass")),
         f"{figures['over_eager']:.2f}",
         f"{figures['of_by_hand']:.3f}",
         "yes" if figures["is_equal"] else "NO",
@@ -301,7 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--model", nargs="*", choices=SOUNDS, default=list(SOUNDS), help="default: all")
     parser.add_argument("--dtype", nargs="*", default=["float16", "float32"])
     parser.add_argument("--clips", type=int, default=60, metavar="N", help="calls in a pass")
-    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--small", action="store_true", help="tiny models on a CPU")
     parser.add_argument("--json", type=Path, metavar="FILE")
     given = parser.parse_args(arguments)
@@ -311,7 +323,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         for dtype in given.dtype:
             figures = found["models"].setdefault(name, {})[dtype] = measure(name, getattr(torch, dtype), given)
             rows.append(row_of(name, dtype, figures))
-            console.print(*rows[-1], sep="  ", markup=False)
+            console.print(*rows[-1], figures["problem"], sep="  ", markup=False)
             write_json(given.json, found)
     console.print(table_of("Clips of random length", COLUMNS, rows))
     return found
