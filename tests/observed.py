@@ -11,6 +11,7 @@ import torch
 
 from graphpass import GraphRuntime
 from graphpass.capture.scope import CallObserver, ReachedCall
+from graphpass.compat.subclasses import is_wrapper, parts_of
 from graphpass.context import entered, set_forward_context
 
 __all__ = ["Observed", "calls_with_graph", "reached", "reported_regions"]
@@ -94,6 +95,11 @@ def reported_regions(runtime: GraphRuntime) -> list[tuple[str, str, str]]:
 
 def _walked(value: Any, path: str, inside: set[int]) -> Iterator[tuple[str, Any]]:
     """(path, leaf) of everything in ``value``; a container is a leaf, too, of its type and names."""
+    if is_wrapper(value):
+        yield path, (type(value).__name__, repr(value.__tensor_flatten__()))
+        for name, part in parts_of(value):
+            yield from _walked(part, f"{path}.{name}", inside)
+        return
     if isinstance(value, (torch.Tensor, *_PLAIN)):
         yield path, value
         return

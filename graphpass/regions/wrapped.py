@@ -94,6 +94,11 @@ def _follow(node: fx.Node) -> None:
 
 def _rebuild(node: fx.Node, plain: Sequence[fx.Node], users: Sequence[fx.Node]) -> None:
     """Give ``users`` a call that makes the wrapper of ``node`` again, of nodes for the plain tensors in it."""
+    for user in users:
+        if user.target == "to_local" and user.args == (node,) and not user.kwargs:  # of a DTensor, which has one
+            user.replace_all_uses_with(plain[0])
+            node.graph.erase_node(user)
+    users = [user for user in users if user in node.users]
     if not users:
         return
     given: list[Any] = []

@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.fuzz import test_fuzz, test_padding, test_python
+from tests.fuzz.python_programs import choose_wrapping_program
 
 AT_ONCE = 100
 FUZZERS = {
     "python": test_python.fuzzer_of("torch.compile"),
     "graphed": test_python.fuzzer_of("graphed"),
+    "wrapped": test_python.fuzzer_of("torch.compile", choose_wrapping_program),
+    "wrapped graphed": test_python.fuzzer_of("graphed", choose_wrapping_program),
     "graphs": test_fuzz.fuzzer_of("eager"),
 }
 

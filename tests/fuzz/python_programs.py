@@ -10,13 +10,14 @@ import dataclasses
 import random
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from tests.fuzz.programs import Pasteable
+from tests.unit.scaled import Other, Scaled, quantised
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -227,6 +228,24 @@ BETWEEN = (
     "model.prev = None",
 )
 
+BETWEEN_WRAPPED = (
+    "model.inner.weight.scale.mul_(0.5)",
+    "model.inner.weight.mul_(0.5)",
+    "model.inner.weight.copy_(Scaled.of(torch.eye(4)))",
+    "model.inner.weight.scale = model.inner.weight.scale * 2",
+    "model.inner.weight.codes = -model.inner.weight.codes",
+    "model.inner.weight.shift = 0.5",
+    "model.inner = quantised(linear(7))",
+    "model.inner = quantised(linear(7), nested=True)",
+    "model.inner = linear(7)",
+    "model.inner = copy.deepcopy(model.inner)",
+    "model.inner.weight = nn.Parameter(Other.of(torch.eye(4)), False)",
+    "model.inner.weight = nn.Parameter(torch.eye(4), False)",
+    "torch.utils.swap_tensors(model.inner.weight, nn.Parameter(Scaled.of(torch.eye(4)), False))",
+    "model.to(torch.float64).to(torch.float32)",
+    "model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)",
+)
+
 
 @dataclass(frozen=True, repr=False)
 class PythonProgram(Pasteable):
@@ -242,6 +261,7 @@ class PythonProgram(Pasteable):
     between: tuple[tuple[int, str], ...] = ()  #: (number of the call before which it runs, statement about ``model``)
     declared: bool = False  #: whether sizes and dimensions are declared
     compiler: str = "eager"  #: compiles regions
+    wraps: bool = False  #: whether the layer's weight is a tensor that wraps others
 
     def source(self) -> str:
         """A function that makes the module's ``forward``, and a function that returns what is held outside of it."""
@@ -294,7 +314,7 @@ def model_class(program: PythonProgram) -> tuple[Callable[[], nn.Module], Callab
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = linear(0)
+            self.inner = quantised(linear(0)) if program.wraps else linear(0)
             self.register_buffer("total", torch.zeros(4))
             self.count, self.factor, self.flag = 0, 1.5, True
             self.prev: Any = None
@@ -303,10 +323,11 @@ def model_class(program: PythonProgram) -> tuple[Callable[[], nn.Module], Callab
             self.seen: set[str] = set()
             self.table = [torch.ones(4)]
             self.box = Box()
-            for parameter in self.inner.parameters():
+            trained = [self.inner.bias] if program.wraps else list(self.inner.parameters())
+            for parameter in trained:
                 parameter.grad = parameter.detach() * 0.5 + 0.1
-            self._sgd = torch.optim.SGD(self.inner.parameters(), lr=0.1, momentum=0.9)
-            self._adam = torch.optim.Adam(self.inner.parameters(), lr=0.1)
+            self._sgd = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+            self._adam = torch.optim.Adam(trained, lr=0.1)
 
         forward = function
 
@@ -328,6 +349,7 @@ def scope_of_calls(seed: int, last: Sequence[Any]) -> dict[str, Any]:
         return torch.randint(-n, n, (n,), generator=generator)
 
     named = {"rows": rows, "last": last_of, "picks": picks, "linear": linear}
+    named |= {"quantised": quantised, "Scaled": Scaled, "Other": Other}
     return {**named, "nn": nn, "torch": torch, "Parts": Parts, "copy": copy}
 
 
@@ -359,6 +381,17 @@ def choose_python_program(seed: int) -> PythonProgram:
     between = tuple((chosen.randrange(2, 6), chosen.choice(BETWEEN)) for _ in range(chosen.choice((0, 0, 0, 1, 2, 3))))
     declared, compiler = chosen.random() < 0.5, "aot_eager" if chosen.random() < 0.1 else "eager"
     return PythonProgram(tuple(lines), returned, tuple(calls), between, declared, compiler)
+
+
+def choose_wrapping_program(seed: int) -> PythonProgram:
+    """The same program over a weight that wraps tensors, which changes between calls."""
+    program, chosen = choose_python_program(seed), random.Random(seed + 1)
+    apart = tuple((at, statement) for at, statement in program.between if "inner.weight" not in statement)
+    changed = tuple((chosen.randrange(2, 6), chosen.choice(BETWEEN_WRAPPED)) for _ in range(chosen.choice((0, 1, 2))))
+    y = chosen.choice(("self.inner(x)", "x @ self.inner.weight", "x @ -self.inner.weight", "self.inner(x).relu()"))
+    lines = (f"w = {y}", *program.lines) if chosen.random() < 0.7 else program.lines
+    returned = f"({program.returned}, w)" if lines is not program.lines else program.returned
+    return replace(program, wraps=True, between=(*apart, *changed), lines=lines, returned=returned)
 
 
 FLAGS = (("True", "False"), ("1", "2", "2.0", "True"), ("'first'", "'second'"))

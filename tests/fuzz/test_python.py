@@ -17,7 +17,13 @@ import torch
 from torch import nn
 
 import graphpass as gp
-from tests.fuzz.python_programs import PythonProgram, choose_python_program, model_class, scope_of_calls
+from tests.fuzz.python_programs import (
+    PythonProgram,
+    choose_python_program,
+    choose_wrapping_program,
+    model_class,
+    scope_of_calls,
+)
 from tests.fuzz.search import Fuzzer, Outcome
 from tests.observed import Observed
 
@@ -154,10 +160,10 @@ def _count(replays: Callable[[], int]) -> int:
         return 0
 
 
-def fuzzer_of(route: str) -> Fuzzer:
+def fuzzer_of(route: str, make: Callable[[int], PythonProgram] = choose_python_program) -> Fuzzer:
     return Fuzzer(
         name=route,
-        make=choose_python_program,
+        make=make,
         check=functools.partial(check, route=ROUTES[route]),
         check_alone=functools.partial(check, route=_over_stock),
         least_replayed=0.5,
@@ -168,6 +174,19 @@ def fuzzer_of(route: str) -> Fuzzer:
 @pytest.mark.parametrize("first", [0, 40])
 def test_some_programs(route: str, first: int, capsys: pytest.CaptureFixture[str]) -> None:
     fuzzer_of(route).passes(range(first, first + 6), capsys)
+
+
+def test_some_programs_over_a_weight_that_wraps_tensors(capsys: pytest.CaptureFixture[str]) -> None:
+    fuzzer_of("torch.compile", choose_wrapping_program).passes(range(4), capsys)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("first", range(1000, 2000, 100))
+def test_many_programs_over_a_weight_that_wraps_tensors(
+    route: str, first: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fuzzer_of(route, choose_wrapping_program).passes(range(first, first + 100), capsys)
 
 
 @pytest.mark.fuzz
