@@ -130,14 +130,14 @@ def _pickler() -> Any:
 
 
 @contextlib.contextmanager
-def _without_wrappers(obj: Any) -> Iterator[dict[str, _Target]]:
+def _without_wrappers(obj: Any) -> Iterator[dict[str, Any]]:
     """Within the body, a graph calls no :class:`Rebuild`, which torch does not pickle; {node: the call} of them."""
     nodes = list(obj.graph.nodes) if isinstance(obj, fx.GraphModule) else []
     found = {node: node.target for node in nodes if isinstance(node.target, Rebuild)}
     for node in found:
         node.target = operator.getitem
     try:
-        yield {node.name: _Target(target) for node, target in found.items()}
+        yield {n.name: types.SimpleNamespace(unpickle=functools.partial(_first, call)) for n, call in found.items()}
     finally:
         for node, target in found.items():
             node.target = target
@@ -145,14 +145,8 @@ def _without_wrappers(obj: Any) -> Iterator[dict[str, _Target]]:
             obj.recompile()
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """What a node of a pickled graph calls, where torch has no form for it."""
-
-    target: Any
-
-    def unpickle(self, _: Any) -> Any:
-        return self.target
+def _first(target: Any, _: Any) -> Any:
+    return target
 
 
 def _view_of(mapping: dict[Any, Any]) -> Mapping[Any, Any]:

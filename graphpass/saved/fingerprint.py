@@ -227,7 +227,8 @@ def brief(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         place = (tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad)
         if is_wrapper(value):  # guard: saved_wrappers
-            return f"{text_of(rebuild_of(value, parts := []))} {place} {list(map(brief, parts))}"
+            parts = list[Any]()
+            return f"{text_of(rebuild_of(value, parts))} {place} {list(map(brief, parts))}"
         return f"{type(value).__name__} {place}" if value.layout is torch.strided else f"{value.layout} {value.dtype}"
     if isinstance(value, _CONTAINERS):
         items = items_of(value)
