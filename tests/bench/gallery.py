@@ -58,6 +58,8 @@ def workloads(page: GalleryPage, names: Namespace) -> list[Workload]:
     """The workloads of a page whose program has run."""
     if page.kind == "text":
         return _of_text(names)
+    if page.kind == "attached":
+        return []  # tests/bench/first_token.py measures it
     variants = _compiled(names["model"], page.dynamic)
     return _of_calls(names, variants) if page.kind == "calls" else _of_images(names, variants)
 

@@ -20,6 +20,7 @@ class GalleryPage:
     name: str  #: of the file
     #: ``calls``: ``fast`` and ``batches``, keyword arguments of its calls. ``text``: ``lm``, ``prompts`` and
     #: ``new_tokens``. ``images``: ``manager`` and ``requests``, mappings that it executes.
+    #: ``attached``: ``attached``, ``requests`` and the ``texts`` that the model has generated.
     kind: str
     needs: str  #: a package beside torch
     small: Mapping[str, str]  #: {text of the program: text that makes it small}
@@ -72,6 +73,15 @@ class GalleryPage:
 
 _BACKEND = {'backend="cgpass"': 'backend="cgpass", options={"compiler": "aot_eager"}'}
 _OPTIONS = {"options={": 'options={"compiler": "aot_eager", '}
+_VLM_TEXT = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+}  # fmt: skip
+_VLM_VISION = {
+    "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32,
+    "num_position_embeddings": 25, "deepstack_visual_indexes": [0],
+}  # fmt: skip
 _IMAGES = {**_BACKEND, "(27, 3, 12, 31, 6, 18, 1)": "(5, 3, 6)", "224, 224": "32, 32"}
 _TEXT = "hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2"
 
@@ -127,6 +137,9 @@ PAGES = {page.name: page for page in (
     GalleryPage("vae", "calls", "diffusers", {**_BACKEND, "(5, 2, 6, 3)": "(5, 3, 6)", "64, 64": "8, 8",
         "block_out_channels=(128, 256, 512, 512), layers_per_block=2": "block_out_channels=(8,), norm_num_groups=4",
         '"DownEncoderBlock2D"] * 4': '"DownEncoderBlock2D"]', '"UpDecoderBlock2D"] * 4': '"UpDecoderBlock2D"]'}),
+    GalleryPage("qwen3_vl", "attached", "transformers", {
+        "Qwen3VLConfig()": f"Qwen3VLConfig(text_config={_VLM_TEXT}, vision_config={_VLM_VISION}, image_token_id=90)",
+        "max_tokens=1024": "max_tokens=512, options=graphpass.EncoderOptions(token_budgets=[64, 512], costs=None)"}),
     GalleryPage("qwen2_5_vl", "images", "transformers", {
         "hidden_size=1280": "hidden_size=32, depth=2, intermediate_size=48, num_heads=2, out_hidden_size=24,"
             " fullatt_block_indexes=[1]",

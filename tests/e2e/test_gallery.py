@@ -16,7 +16,7 @@ from tests.e2e.one_argument import difference, tensors_of
 from tests.observed import calls_with_graph
 
 #: Their rows in the index come with figures.
-NOT_MEASURED = {"parakeet", "dac", "hifi_gan", "sentence_embeddings", "peft", "vae"}
+NOT_MEASURED = {"parakeet", "dac", "hifi_gan", "sentence_embeddings", "peft", "vae", "qwen3_vl"}
 
 
 def check_calls(names: Namespace) -> None:
@@ -56,7 +56,21 @@ def check_images(names: Namespace) -> None:
     manager.clear()
 
 
-CHECKS: dict[str, Callable[[Namespace], Any]] = {"calls": check_calls, "text": check_text, "images": check_images}
+def check_attached(names: Namespace) -> None:
+    attached, model = names["attached"], names["model"]
+    stats = attached.manager.get_cumulative_stats()
+    assert (stats.requests, stats.misses) == (len(names["requests"]), 0)
+    attached.detach()
+    for inputs, text in zip(names["requests"], names["texts"], strict=True):
+        assert model.generate(**inputs, max_new_tokens=4, do_sample=False).tolist() == text
+
+
+CHECKS: dict[str, Callable[[Namespace], Any]] = {
+    "calls": check_calls,
+    "text": check_text,
+    "images": check_images,
+    "attached": check_attached,
+}
 
 
 def marked(page: GalleryPage) -> Any:

@@ -27,7 +27,7 @@ from graphpass.errors import EncoderConfigError
 _LIBRARY = "transformers."
 _ROWS, _INDEX, _BOUNDS = "rows", "index", "bounds"
 _KEPT = 256
-OWN_TOWER = 'implement the protocol for it: "Add your tower" in docs/encoder.md'
+OWN_TOWER = "implement the protocol for it: docs/encoder_protocol.md"
 _STRIP = 64
 GRID_KEY = "grid_thw"
 Words = npt.NDArray[np.int32]
