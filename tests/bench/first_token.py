@@ -1,6 +1,6 @@
 """Time to the first token of a stock Qwen3-VL, with and without ``attach``: ``python -m tests.bench.first_token``.
 
-A model of the size of Qwen3-VL 2B with random weights, after the processor: one call of its own ``generate`` for one new
+A model of the size of Qwen3-VL 2B with random weights, after the processor: one call of its own ``generate`` for a new
 token, over one and twenty images of 440 tokens, in interleaved rounds. Before anything is timed, the first token with
 ``attach`` is compared with the stock model's, and the tower's features with the stock tower's.
 
