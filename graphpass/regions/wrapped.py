@@ -53,8 +53,11 @@ def unwrapped(graph: fx.Graph) -> WrappedTensors | None:
     """
     reads: list[tuple[int, Callable[[Any], Any] | None]] = []
     for position, node in enumerate(graph.find_nodes(op="placeholder")):
+        is_under_way = hasattr(value_of(node), "trigger_wait")  # the result of a collective
         paths = as_parts(node) if is_wrapper(value_of(node)) else [()]
-        reads += [(position, operator.attrgetter(".".join(path)) if path else None) for path in paths]
+        getters = [operator.attrgetter(".".join(path)) if path else None for path in paths]
+        # guard: collectives_waited_for
+        reads += [(position, operator.methodcaller("trigger_wait") if is_under_way else get) for get in getters]
     made = [node for node in graph.nodes if node.op in CALLS and is_wrapper(value_of(node))]
     for node in made:
         if not isinstance(node.target, Rebuild):

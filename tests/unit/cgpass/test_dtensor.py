@@ -75,6 +75,19 @@ def test_a_mesh_of_one_rank(mesh: Any, compiler: str) -> None:
     assert sum(counts.replayed for counts in runtime.counts().values()) == 3
 
 
+def test_a_result_of_a_collective_is_waited_for(mesh: Any) -> None:
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
+
+    options = {"compiler": "eager", "dispatch": "auto", "ranks": "lockstep"}
+    fast = torch.compile(lambda x: x * 2, backend="cgpass", dynamic=True, options=options)
+    with torch.no_grad():
+        for seed in range(4):
+            given = all_reduce(rows(4, seed), "sum", mesh.get_group())
+            assert isinstance(given, AsyncCollectiveTensor)
+            torch.testing.assert_close(fast(given), rows(4, seed) * 2)
+            assert given.completed, "a graph reads what has arrived"
+
+
 def captured_between(rank: int, world_size: int, port: int) -> None:
     """Capture and replay on a rank, all with one key."""
     from torch.distributed.device_mesh import init_device_mesh
