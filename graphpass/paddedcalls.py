@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, cast
 
 import torch
@@ -315,7 +315,7 @@ class ServedSize(Generic[_Inputs, _Results]):
     inputs: _Inputs
     results: _Results
     plan: ReplayPlan | None  #: replays the graph; None: a front replays or captures it by other means
-    row: Row = field(default_factory=Row)  #: counts the calls of the key
+    row: Row | None = None  #: counts the calls of the key; None before the first one
     generation: int | None = None  #: of the pool when the plan was found; None: the front compares weights itself
     replays: int = 0  #: calls of this size so far, where the front counts them here
 

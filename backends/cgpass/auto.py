@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from cgpass.appended import AppendedInputs
 from cgpass.exactgraphs import ExactGraphs
 from cgpass.keyrules import AutoRules
 from cgpass.nograph import (
@@ -29,14 +28,14 @@ from cgpass.nograph import (
     ON_THE_CPU,
     OTHER_INPUTS,
     PLAIN,
-    FailedCaptures,
+    Failures,
     NoGraphNowError,
+    of_failure,
     refused,
 )
 from cgpass.paddingcheck import PaddedCall, fault_of_padding
 from cgpass.servedcalls import ServedCall, ServedCalls
 from cgpass.wrappers import CallableGraphs
-from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.scope import CaptureScope
 from graphpass.capture.settings import restoring
 from graphpass.compat import memory
@@ -47,7 +46,6 @@ from graphpass.dispatch.recurring import RecurringKey
 from graphpass.errors import AgreementError, CaptureError, MismatchError, StaticInputError
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.ledger import CountedReason, Reason, named_sizes
-from graphpass.options import Settings
 from graphpass.paddedcalls import run
 from graphpass.saved.files import UsedKeys
 
@@ -55,32 +53,23 @@ from graphpass.saved.files import UsedKeys
 class AutoDispatcher:
     """Runs the calls of one callable that have no forward context."""
 
-    def __init__(
-        self,
-        name: str,
-        runtime: GraphRuntime,
-        rules: AutoRules,
-        settings: Settings,
-        graphs: CallableGraphs,
-        appended: AppendedInputs | None,
-        device: torch.device,
-    ) -> None:
-        self._name, self._runtime, self._rules, self._graphs = name, runtime, rules, graphs
-        self._settings, self._appended, self._device = settings, appended, device  # of the arguments
-        self._calls = ServedCalls(name, runtime, rules, settings, graphs)
+    def __init__(self, rules: AutoRules, graphs: CallableGraphs, device: torch.device) -> None:
+        self._rules, self._graphs, self._device = rules, graphs, device  # of the arguments
+        self._name, self._runtime, self._settings = graphs.name, graphs.runtime, graphs.settings
+        self._calls = ServedCalls(rules, graphs)
         self._refused: dict[str, CountedReason] = {}
-        self._failures = FailedCaptures(name)
-        self._generation = runtime.lease.generation
-        self._knows_replays = rules.mode is CUDAGraphMode.FULL and not settings.policy.compare
+        self._failures: Failures = {}
+        self._generation = self._runtime.lease.generation
+        self._knows_replays = rules.mode is CUDAGraphMode.FULL and not self._settings.policy.compare
         self.used: UsedKeys | None = None  #: with ``warm_start``: written when the graphs are dropped
-        runtime.adopt_dispatcher(self)
+        self._runtime.adopt_dispatcher(self)
 
     def call(self, args: Sequence[Any], scope: CaptureScope | None) -> Any:
         """Replay, capture, or run the compiled regions without graphs."""
         call = self._decided(args, scope)
         while not isinstance(call, Reason):
             try:
-                if scope is not None or not call.key.is_captured:
+                if scope is not None or not call.key.num_graphs:
                     return self._captured(call, args, scope)
                 returned = self._known_replay(call, args)
                 if returned is not None:
@@ -111,7 +100,7 @@ class AutoDispatcher:
             call = served
         if scope is not None or call.key.is_exact:
             return call
-        if call.key.is_captured:
+        if call.key.num_graphs:
             call.key.calls += 1
             return call
         is_warm, refusal = keys.counted(call.key), keys.refusal(call.key)
@@ -163,7 +152,7 @@ class AutoDispatcher:
 
     def _failed(self, key: RecurringKey, error: BaseException) -> Reason:
         """Record that the capture of a key failed; its later calls run without a graph for the returned reason."""
-        key.refusal = self._failures.failed(self._rules.keys.named(key.sizes), error)
+        key.refusal = of_failure(error, self._failures, self._name, self._rules.keys.named(key.sizes))
         size = self._calls.exact.find(key.sizes) if self._calls.exact is not None and key.is_exact else None
         if self._calls.exact is not None and size is not None:
             self._calls.exact.dropped(size, MOST_LOSSES)
@@ -275,7 +264,8 @@ class AutoDispatcher:
     def _count_capture(self, call: ServedCall, seconds: float) -> None:
         """Record what the first capture of the key of a call took, within ``seconds`` of that call."""
         if self._calls.exact is not None:
-            self._calls.exact.captured(call.key, call.size, seconds)
+            calls = self._calls.row_of(call.key) if call.results.is_cut else None
+            self._calls.exact.captured(call.key, call.size, calls, seconds)
 
     def _clock_s(self) -> float:
         """Seconds on a clock that stands still while regions are tuned."""
@@ -305,14 +295,14 @@ class AutoDispatcher:
         context = ForwardContext(
             None, self._rules.mode, call.key.descriptor, None, None, None, None, None, owner=self._name
         )
-        if call.results.cuts is None:
+        if not call.results.is_cut:
             outputs = self._key_outputs(call, context, args, may_capture=may_capture)
             call.count()
             return outputs
         lease = self._runtime.lease
         lease.acquire(context, args, self._name)
         try:
-            if call.results.cuts.views or call.results.written:  # the replay overwrites views of an earlier call
+            if call.results.views or call.results.written:  # the replay overwrites views of an earlier call
                 args = lease.without_stale(args, tuple(self._rules.padded))
             if call.needs_check:  # guard: padding_checked_at_run_time
                 self._check(call, context, args, may_capture=may_capture)
@@ -327,7 +317,7 @@ class AutoDispatcher:
 
     def _key_outputs(self, call: ServedCall, context: ForwardContext, args: Sequence[Any], *, may_capture: bool) -> Any:
         """The outputs of a key. A key that has a graph, but not for these static inputs, may be captured once more."""
-        key, is_cut = call.key, call.results.cuts is not None
+        key, is_cut = call.key, call.results.is_cut
         if may_capture:
             return self._graphs.run_key(context, args, is_cut=is_cut)
         # PIECEWISE without permission must replay as a whole: else some regions would have run before one is refused.
@@ -405,8 +395,8 @@ class AutoDispatcher:
         key = next(key for key in self.ladder(args) if key.descriptor == descriptor)
         with torch.no_grad():  # as in the call: the step of an optimizer turns autograd off by itself
             call, example = self._calls.example_of(key, args)
-            if self._appended is not None:
-                example = self._appended.at_sizes_of(example)  # guard: real_sizes_of_examples
+            if self._graphs.appended is not None:
+                example = self._graphs.appended.at_sizes_of(example)  # guard: real_sizes_of_examples
             written = [example[position] for position in self._rules.written]
             generators = [value for value in example if isinstance(value, torch.Generator)]
             with restoring(written, generators, self._runtime.lease.device_for(example).device):

@@ -4,52 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from cgpass.appended import AppendedInputs
 from cgpass.auto import AutoDispatcher
-from cgpass.keyrules import AutoRules, calls_collectives, nodes_of
-from cgpass.sizes import NamedSizes
-from cgpass.wrappers import CallableGraphs
+from cgpass.keyrules import calls_collectives, nodes_of
+from cgpass.wrappers import CallableGraphs, CompiledGraph
 from graphpass.capture.pool import device_of
 from graphpass.capture.replay import ReplayPlan, refuse_transforms
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.scope import CallObserver, ReachedCall
 from graphpass.capture.settings import restoring
-from graphpass.compat import dynamo, memory, operators, processgroups, saving, sideeffects, trees
-from graphpass.compile import CompiledRegion, RegionTrace, WaitingFunction
+from graphpass.compat import dynamo, memory, operators, processgroups, saving, trees
+from graphpass.compile import CompiledRegion, WaitingFunction
 from graphpass.context import ForwardContext, current_context, without_context
 from graphpass.errors import CaptureError, ContextError, ShapeError
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.options import Settings
 from graphpass.ranks.lockstep import LockstepGroups
-from graphpass.regions.split import Partition
-from graphpass.regions.wrapped import WrappedTensors
-from graphpass.report.records import CallableRecord
 from graphpass.saved.files import UsedKeys
 
 _RUNS_BEFORE_ADVICE = 8
 _MAX_KNOWN = 64
-
-
-@dataclass(frozen=True, slots=True)
-class CompiledGraph:
-    """A graph that was partitioned and compiled."""
-
-    record: CallableRecord  #: for reports: its name in the runtime, the graph break after it, what it cost
-    rules: AutoRules | None  #: how it chooses graphs itself; None if a forward context does
-    partition: Partition  #: regions and stitched code
-    sizes: NamedSizes  #: the sizes that keys of a context have
-    compiled: Mapping[str, CompiledRegion]  #: region name -> compiled region, for the captured ones
-    traces: Mapping[str, RegionTrace]  #: region name -> its aten graph, for proofs
-    used_argument_positions: Sequence[int]  #: of a call's arguments, in the order of the partition's inputs
-    wrapped: WrappedTensors | None  #: what reads these from Dynamo's, and makes its results; None if all are plain
-    appended: AppendedInputs | None  #: the inputs after those, which Dynamo does not pass; None if there are none
-    code: str  #: file and name of the function whose code the graph is: ``model.py:forward``
-    returns_flat: bool  #: whether the graph returns a tuple or list of values that are not containers
-    #: changes of Python state that Dynamo's code makes after the graph has run
-    side_effects: tuple[sideeffects.SideEffect, ...]
 
 
 @saving.runs_compiled_ahead
@@ -61,34 +36,27 @@ class GraphedCallable:
     """
 
     def __init__(self, graph: CompiledGraph, runtime: GraphRuntime, settings: Settings) -> None:
-        self.name, rules = graph.record.name, graph.rules
-        name, ends = self.name, graph.record.ends
-        self.side_effects = graph.side_effects
-        self.traces = graph.traces
+        self.name, ends = graph.record.name, graph.record.ends
+        self.side_effects, self.traces, self.returns_flat = graph.side_effects, graph.traces, graph.returns_flat
         self.code, self.ends_early = graph.code, None if ends is None else f"graph break: {ends}"
-        self.returns_flat = graph.returns_flat
-        self.partition = partition = graph.partition
-        self.runtime = runtime
-        if settings.ranks is not None and calls_collectives(partition):
-            runtime.lockstep[name] = runtime.owned(LockstepGroups)[processgroups.group_of(nodes_of(partition))]
+        self.partition, self.runtime = graph.partition, runtime
+        if settings.ranks is not None and calls_collectives(graph.partition):
+            group = processgroups.group_of(nodes_of(graph.partition))
+            runtime.lockstep[self.name] = runtime.owned(LockstepGroups)[group]
         self._used, self._appended = tuple(graph.used_argument_positions), graph.appended
         self._wrapped = graph.wrapped
         self._modes = settings.runtime_modes()
         self._compiled = dict(graph.compiled)
         functions = [region.function for region in graph.compiled.values()]
         self._waiting = [function for function in functions if isinstance(function, WaitingFunction)]
-        self._graphs = CallableGraphs(
-            name, partition, graph.compiled, runtime, settings.policy, returns_flat=graph.returns_flat
-        )
+        self._graphs = CallableGraphs(graph, runtime, settings)
         self._stitched, self.static = self._graphs.stitched, self._graphs.static
         self._sizes = graph.sizes
         self._runs_without_graph = 0
-        self.never_full = partition.never_full()
-        self._device = device_of([given.value for given in partition.inputs])
-        self._auto = None
-        if rules is not None:
-            self._auto = AutoDispatcher(name, runtime, rules, settings, self._graphs, graph.appended, self._device)
-        places = graph.sizes.places() if rules is None else ()
+        self.never_full = graph.partition.never_full()
+        self._device = device_of([given.value for given in graph.partition.inputs])
+        self._auto = None if graph.rules is None else AutoDispatcher(graph.rules, self._graphs, self._device)
+        places = graph.sizes.places() if graph.rules is None else ()
         self._seen = tuple((runtime.ledger.sizes[field], position, dim) for field, position, dim in places)
 
     def runs(self, compiled: Mapping[str, CompiledRegion]) -> bool:

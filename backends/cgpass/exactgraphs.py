@@ -10,9 +10,8 @@ from dataclasses import astuple
 import torch
 
 from cgpass.keyrules import AutoRules
+from cgpass.wrappers import CallableGraphs
 from graphpass.capture.cuda import PROCESS_MEMORY, total_bytes
-from graphpass.capture.runtime import GraphRuntime
-from graphpass.capture.wrapper import CUDAGraphWrapper
 from graphpass.dispatch.owngraphs import (
     MOST_LOSSES,
     NO_ROOM,
@@ -24,65 +23,52 @@ from graphpass.dispatch.owngraphs import (
 from graphpass.dispatch.recurring import RecurringKey
 from graphpass.keys import CUDAGraphMode
 from graphpass.ledger import Row, named_sizes
-from graphpass.options import Settings
 from graphpass.ranks.lockstep import Lockstep
 from graphpass.report.figures import PADDING_BEFORE
-
-_LAUNCHES_S = 1e-4
-"""What a run without a graph costs the host beyond a replay, at least; its time on the device does not contain it."""
 
 
 class ExactGraphs(RecurringSizes):
     """The graphs of one callable for sizes that recur."""
 
-    def __init__(
-        self,
-        name: str,
-        runtime: GraphRuntime,
-        rules: AutoRules,
-        settings: Settings,
-        wrappers: Sequence[CUDAGraphWrapper],
-        device: torch.device,
-        *,
-        has_plain: bool,
-    ) -> None:
-        self._name, self._runtime, self._wrappers = name, runtime, wrappers
-        self._mode, self._keys = rules.mode, rules.keys
+    def __init__(self, rules: AutoRules, graphs: CallableGraphs, device: torch.device) -> None:
+        self._name, self._runtime, self._wrappers = graphs.name, graphs.runtime, graphs.wrappers(rules.mode)
+        self._mode, self._keys, settings = rules.mode, rules.keys, graphs.settings
         # The runs of single regions do not tell how long the whole takes without a graph.
         never_without = settings.on_fallback == "error" or settings.padding_check == "strict"
         self._runs_alone = rules.mode is CUDAGraphMode.FULL and not never_without
         is_timed = device.type != "cpu"
-        self._ranks: Lockstep | None = runtime.lockstep.get(name)
-        compiled = [record.seconds for record in runtime.callables() if record.name == name]
+        self._ranks: Lockstep | None = self._runtime.lockstep.get(self._name)
+        compiled = [record.seconds for record in self._runtime.callables() if record.name == self._name]
         super().__init__(
             PROCESS_MEMORY.shared(OwnGraphs, device),
             bytes_allowed(settings.graph_bytes, total_bytes(device), has_ladder=bool(settings.capture_sizes)),
             is_timed=is_timed,
             spent=sum(map(sum, map(astuple, compiled))) * is_timed,
-            plain_s=sum(one.compile for one in compiled) if has_plain and is_timed else None,
+            plain_s=sum(one.compile for one in compiled) if graphs.plain and is_timed else None,
             most=None if self._ranks is None else self._ranks.most,
         )
 
-    def record(self, key: RecurringKey, real: tuple[int, ...], counts: Row) -> RecurringSize | None:
+    def record(self, key: RecurringKey, real: tuple[int, ...]) -> RecurringSize | None:
         """The record of calls with these sizes, which ``key`` serves; None if it is no larger than they are."""
         (real_rows, group), (key_rows, _) = self._rows(real), self._rows(key.sizes)
-        self.count_calls(key.descriptor, counts, group, key_rows)
         if key.is_exact:
             return self.find(real)
         return self.size_of(real, group, real_rows, key_rows) if key_rows != real_rows else None
 
-    def captured(self, key: RecurringKey, size: RecurringSize | None, seconds: float) -> None:
-        """Record the first capture of a key."""
+    def captured(self, key: RecurringKey, size: RecurringSize | None, calls: Row | None, seconds: float) -> None:
+        """Record the first capture of a key; its calls count if they may be padded."""
         of_regions = [wrapper.entries_at(key.descriptor) for wrapper in self._wrappers]
-        costs = [entries[-1].cost for entries in of_regions if entries]
+        latest = [entries[-1] for entries in of_regions if entries]
         rows, group = self._rows(key.sizes)
+        if calls is not None:
+            self.count_calls(key.descriptor, calls, group, rows)
         replayed, run = self.times_of(group)
-        timed = functools.partial(_sum_of, [cost.seconds for cost in costs])
+        timed = functools.partial(_sum_of, [entry.seconds for entry in latest])
         if self._ranks is None:
             replayed.add(rows, timed if self._is_timed else lambda: rows)
         if self._runs_alone and self._ranks is None:
-            run.add(rows, functools.partial(_with_launches, costs[0].run_seconds))
-        num_bytes = sum(cost.pool_bytes for cost in costs), sum(cost.driver_bytes for cost in costs)
+            run.add(rows, latest[0].run_seconds)
+        num_bytes = sum(entry.pool_bytes for entry in latest), sum(entry.driver_bytes for entry in latest)
         self.captured_any(seconds, *num_bytes)
         if key.is_exact and size is not None:
             before = self._runtime.ledger.rows(self._name, PADDING_BEFORE)[self._mode, key.descriptor]
@@ -117,11 +103,6 @@ class ExactGraphs(RecurringSizes):
     def _rows(self, sizes: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
         padded, exact = self._keys.padded_sizes(sizes)
         return math.prod(padded), exact
-
-
-def _with_launches(timed: Callable[[], float | None]) -> float | None:
-    seconds = timed()
-    return None if seconds is None else seconds + _LAUNCHES_S
 
 
 def _sum_of(timed: Sequence[Callable[[], float | None]]) -> float | None:

@@ -23,6 +23,7 @@ from graphpass.paddedcalls import PadRule
 from graphpass.regions.padding import DECLARE_MASK, PaddingProof, prove_partition
 from graphpass.regions.split import Partition
 
+_NOTHING_TO_PAD = PaddingProof({}, (), (), (), needs_real_contents=False)
 _EXACT = "no padding suits this operation: keep the sizes few, or leave the operation out of the compiled model"
 #: Kind of product, as torch has settings of precision for -> pattern of its operators.
 _PRODUCTS = {"conv": "conv", "rnn": "rnn|lstm|gru", "matmul": r"(mm|mv|matmul|dot|linear)(\.|$)"}
@@ -58,7 +59,7 @@ def dispatched(
     fills = _fills(parts, traces)
     constants = {**fills, **declared_constants(parts, sizes, settings)}
     fields = {size.symbol: size.name for size in sizes.sizes if size.is_of_calls}
-    proof = prove_partition(parts, traces, fields, constants)
+    proof = prove_partition(parts, traces, fields, constants) if fields else _NOTHING_TO_PAD
     mode, off = _level(parts, settings)
     off = off or _never_captured(parts, sizes, settings)
     verdicts = list(_verdicts(parts, sizes, outputs, proof, settings))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 from graphpass.dispatch.recurring import CALLS_OF_A_NUMBER
 from graphpass.errors import CaptureError
@@ -44,23 +45,19 @@ class NoGraphNowError(Exception):
         self.reason = reason
 
 
-class FailedCaptures:
-    """Why captures of one callable failed: one reason for all keys that fail at the same place with the same error."""
+Failures: TypeAlias = dict[tuple[str, type[BaseException], str], Reason]
+"""The captures of one callable that failed: one reason for all keys that fail at one place with one error."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._known: dict[tuple[str, type[BaseException], str], Reason] = {}
 
-    def failed(self, sizes: Sequence[tuple[str, int]], error: BaseException) -> Reason:
-        """The reason for all further calls of a key whose capture failed; the whole error is logged at DEBUG."""
-        _log.debug("%s %s: %s", self._name, named_sizes(sizes), error)
-        cause, where = error, ""
-        if isinstance(error, CaptureError) and error.where:
-            cause, where = error.__cause__ or error, error.where
-        reason = why_failed(error, otherwise=_AFTER_FAILURE)
-        # The text of an error of torch may have sizes; that of the first key stands for all.
-        known = self._known.setdefault((where, type(cause), reason.remedy), reason)
-        return replace(known, sizes=tuple(sizes))
+def of_failure(error: BaseException, known: Failures, name: str, sizes: Sequence[tuple[str, int]]) -> Reason:
+    """The reason for all further calls of a key whose capture failed; the whole error is logged at DEBUG."""
+    _log.debug("%s %s: %s", name, named_sizes(sizes), error)
+    cause, where = error, ""
+    if isinstance(error, CaptureError) and error.where:
+        cause, where = error.__cause__ or error, error.where
+    reason = why_failed(error, otherwise=_AFTER_FAILURE)
+    # The text of an error of torch may have sizes; that of the first key stands for all.
+    return replace(known.setdefault((where, type(cause), reason.remedy), reason), sizes=tuple(sizes))
 
 
 def refused(name: str, reason: Reason, option: str, otherwise: str) -> CaptureError:

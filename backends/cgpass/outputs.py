@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import sympy
@@ -11,10 +11,12 @@ import torch
 
 from cgpass.sizes import Expression, InputLayout, Sizes, simplifier, symbols_in, value_at
 from graphpass.capture.outputs import clone_pool_tensors, view_of
+from graphpass.capture.pool import PoolLease
+from graphpass.capture.replay import GraphEntry
 from graphpass.capture.staging import WIDEST_ELEMENT_BYTES, extent, same_view
 from graphpass.compat import memory, symbolic
 from graphpass.compat.subclasses import is_made_of_tensors
-from graphpass.paddedcalls import dense_strides, prefix
+from graphpass.paddedcalls import PaddedInput, dense_strides, prefix
 from graphpass.regions.execute import storages_of, value_of
 from graphpass.regions.split import Partition
 
@@ -38,43 +40,58 @@ class TensorCut:
 
 
 @dataclass(frozen=True, slots=True)
-class OutputCuts:
-    """How to cut the flat outputs of a graph at a padded size for calls of one real size.
+class CallResults:
+    """What becomes of the flat outputs of a graph at a padded size in calls of one real size.
 
     The real prefix of each tensor in the pool is copied, with the strides that the graph returns at the real sizes;
     outputs that share a storage share one in the copies too. Views of inputs become views of the caller's tensors.
     """
 
-    tensors: tuple[tuple[TensorCut, ...], ...]  #: groups of outputs that share a storage of the graph
-    views: tuple[TensorCut, ...]  #: outputs that are inputs or views of inputs
-    numbers: Mapping[int, int | float | bool]  #: {index: value at the real sizes}
-    whole: Collection[int]  #: indices of the outputs that data decide; no padded size occurs in them
+    is_cut: bool = False  #: False if nothing is padded
+    tensors: tuple[tuple[TensorCut, ...], ...] = ()  #: groups of outputs that share a storage of the graph
+    views: tuple[TensorCut, ...] = ()  #: outputs that are inputs or views of inputs
+    numbers: Mapping[int, int | float | bool] = field(default_factory=dict)  #: {index: value at the real sizes}
+    whole: Collection[int] = ()  #: indices of the outputs that data decide; no padded size occurs in them
+    written: tuple[PaddedInput, ...] = ()  #: the padded inputs that the graph writes to
+    entry: GraphEntry | None = None  #: the graph, if it is known: its outputs are the same tensors in each replay
+    clones: bool = False  #: whether outputs that are not cut are cloned
+    #: (cut, view of the real part) of the outputs that are cut and share no storage, if the graph is known
+    apart: Sequence[tuple[TensorCut, torch.Tensor]] | None = None
+
+    def known(self, entry: GraphEntry, *, clones: bool) -> CallResults:
+        """The same of the outputs of a known graph."""
+        apart = self._apart(entry.outputs.build(())) if self.is_cut else None
+        return replace(self, entry=entry, clones=clones, apart=apart)
+
+    def hand_out(self, outputs: Sequence[Any], args: Sequence[Any], lease: PoolLease) -> Any:
+        """The outputs for the caller; flat, unless the graph is known."""
+        if self.is_cut:
+            outputs = self._cut(outputs, args, lease.forward_storages)
+        elif self.entry is not None:
+            outputs = self.entry.outputs.for_caller(outputs, clone=self.clones)
+        for padded in self.written:
+            args[padded.position].copy_(padded.real)  # guard: padded_copy_back
+        return outputs if self.entry is None else self.entry.build_result(list(outputs))
 
     def real_parts(self, outputs: Sequence[Any]) -> dict[int, torch.Tensor]:
         """{index: view of the real part} of every output tensor in the graph's memory."""
         cut = {cut.index: prefix(outputs[cut.index], cut.shape) for group in self.tensors for cut in group}
         return cut | {index: outputs[index] for index in self.whole if isinstance(outputs[index], torch.Tensor)}
 
-    def apart(self, outputs: Sequence[Any]) -> list[tuple[TensorCut, torch.Tensor]]:
+    def _apart(self, outputs: Sequence[Any]) -> list[tuple[TensorCut, torch.Tensor]]:
         """(cut, view of the real part) of each output tensor that shares its storage with no other output."""
         return [
             (group[0], prefix(outputs[group[0].index], group[0].shape)) for group in self.tensors if len(group) == 1
         ]
 
-    def apply(
-        self,
-        outputs: Sequence[Any],
-        args: Sequence[Any],
-        pool_storages: Collection[int],
-        apart: Sequence[tuple[TensorCut, torch.Tensor]] | None = None,
-    ) -> list[Any]:
-        """The flat outputs at the real sizes; ``apart`` is what :meth:`apart` returns, if it is known already."""
+    def _cut(self, outputs: Sequence[Any], args: Sequence[Any], pool_storages: Collection[int]) -> list[Any]:
+        """The flat outputs at the real sizes."""
         cut_outputs = list(outputs)
         if self.whole:
             whole = clone_pool_tensors([outputs[index] for index in self.whole], pool_storages)
             for index, output in zip(self.whole, whole, strict=True):
                 cut_outputs[index] = output
-        apart = self.apart(outputs) if apart is None else apart
+        apart = self._apart(outputs) if self.apart is None else self.apart
         copies = [cut.new(real, real.device) for cut, real in apart]
         if len(copies) > 1 and all(cut.is_plain for cut, _ in apart) and not any(map(memory.is_lazy, copies)):
             memory.foreach_copy_(copies, [real for _, real in apart])
@@ -150,8 +167,8 @@ class GraphOutputs:
         outputs = _outputs(parts)
         return cls(outputs, _by_data(outputs, layouts), layouts)
 
-    def cuts(self, known: Sizes) -> OutputCuts:
-        """How to cut the outputs for calls of these sizes and layout numbers."""
+    def results(self, known: Sizes, written: tuple[PaddedInput, ...]) -> CallResults:
+        """What becomes of the outputs in calls of these sizes and layout numbers, which write to these inputs."""
 
         def at(expression: Expression) -> int:
             return value_at(expression, known)
@@ -183,7 +200,7 @@ class GraphOutputs:
                 tensors.append(tuple(cuts))
             else:
                 views += cuts
-        return OutputCuts(tuple(tensors), tuple(views), numbers, tuple(self.by_data))
+        return CallResults(True, tuple(tensors), tuple(views), numbers, tuple(self.by_data), written)
 
 
 def _number(output: _OutputNumber, known: Sizes) -> int | float | bool:

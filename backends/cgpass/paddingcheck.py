@@ -19,7 +19,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from cgpass.keyrules import AutoRules
-from cgpass.outputs import OutputCuts
 from cgpass.servedcalls import ServedCall
 from graphpass.capture.compare import has_fractions, in_double, largest_difference
 from graphpass.capture.settings import restoring
@@ -65,7 +64,7 @@ class PaddedCall:
             if magnitude is not None and padded.position not in self.rules.declared:
                 others.fill(padded, magnitude)
         with self.restoring(self.filled[p] for p in self.rules.written):  # guard: padding_check_undone
-            found = {f"output {index}": part for index, part in self._cuts.real_parts(self.replay()).items()}
+            found = {f"output {index}": part for index, part in self.call.results.real_parts(self.replay()).items()}
             found |= self._written({padded.position: padded.real for padded in self.call.results.written})
             return {name: tensor.clone() for name, tensor in found.items()}
 
@@ -74,13 +73,8 @@ class PaddedCall:
         written = self._written({padded.position: self.args[padded.position] for padded in self.call.results.written})
         with self.restoring(written.values()):
             outputs = self.run_unpadded()
-            found = {f"output {index}": outputs[index] for index in self._cuts.real_parts(outputs)}
+            found = {f"output {index}": outputs[index] for index in self.call.results.real_parts(outputs)}
             return {name: tensor.clone() for name, tensor in (found | written).items()}
-
-    @property
-    def _cuts(self) -> OutputCuts:
-        assert self.call.results.cuts is not None, "a padded call is cut"
-        return self.call.results.cuts
 
     def _written(self, padded: Mapping[int, torch.Tensor]) -> _Entries:
         """The tensors that the graph writes to; ``padded`` has those that are padded, by position."""

@@ -13,12 +13,13 @@ import torch
 from torch import fx
 
 from cgpass.appended import AppendedInputs, RealSizes, append_made, append_real_sizes, attributes_read, lift_attributes
-from cgpass.callable import CompiledGraph, GraphedCallable
+from cgpass.callable import GraphedCallable
 from cgpass.graphrecord import region_records, report_graph, size_records
 from cgpass.infloat64 import region_in_float64
 from cgpass.keyrules import calls_collectives, dispatched
 from cgpass.paddingpass import PaddingPasses
 from cgpass.sizes import NamedSizes
+from cgpass.wrappers import CompiledGraph
 from graphpass.capture.runtime import GraphRuntime, runtime_of_compiler
 from graphpass.compat import dynamo, nnmodules, saving, sideeffects, symbolic
 from graphpass.compat.subclasses import is_opaque
@@ -86,15 +87,15 @@ def backend(
     if _needs_autograd(read):
         return _training(name, graph_module, example_inputs, runtime, settings)
     traced = _Traced.of(graph_module, settings)
-    saved = runtime.owned(SavedGraphs)
-    if saved.recording is not None:
+    saved = None if settings.warm_start is None else runtime.owned(SavedGraphs)
+    if saved is not None and saved.recording is not None:
         return saved.recorded(traced.identity, has_floats=bool(traced.floats.positions))
     runtime.compiles_frame(dynamo.frame_id(), dynamo.frame_code(), name)
     is_new = not runtime.owned(CallableCache).knows(traced.key)
     if is_new and runtime.is_captured_ahead(dynamo.frame_id()):
         Fallbacks(runtime, settings.on_fallback).report_late(dynamo.recompile_reason(), name)
     made = None
-    if isinstance(traced.identity, GraphIdentity) and is_new:
+    if saved is not None and isinstance(traced.identity, GraphIdentity) and is_new:
         with runtime.ledger.timed(WARM_START, LOADED):
             given = (name, traced.appended, traced.side_effects)
             made = saved.load(traced.identity, given, runtime, settings)

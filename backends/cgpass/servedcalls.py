@@ -7,10 +7,11 @@ sees padding.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,43 +19,19 @@ import torch
 
 from cgpass.exactgraphs import ExactGraphs
 from cgpass.keyrules import AutoRules
-from cgpass.outputs import OutputCuts, TensorCut
+from cgpass.outputs import CallResults
 from cgpass.sizes import InputLayout, value_at
 from cgpass.wrappers import CallableGraphs
-from graphpass.capture.pool import PoolLease
 from graphpass.capture.replay import GraphEntry
-from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.staging import storage_id
 from graphpass.dispatch.owngraphs import RecurringSize
 from graphpass.dispatch.recurring import RecurringKey
-from graphpass.ledger import Row
-from graphpass.options import Settings
+from graphpass.keys import CUDAGraphMode
+from graphpass.ledger import Ledger, Row
 from graphpass.paddedcalls import PaddedArguments, PaddedInput, PaddedMemory, ServedSize
 
 _MAX_REMEMBERED, _MAX_KNOWN = 4096, 64
-_NO_INPUTS = PaddedArguments()
-
-
-@dataclass(frozen=True, slots=True)
-class CallResults:
-    """What becomes of the flat outputs of a graph in calls of one real size."""
-
-    cuts: OutputCuts | None = None  #: None if nothing is padded
-    written: tuple[PaddedInput, ...] = ()  #: the padded inputs that the graph writes to
-    entry: GraphEntry | None = None  #: the graph, if it is known: its outputs are the same tensors in each replay
-    clones: bool = False  #: whether outputs that are not cut are cloned
-    #: (cut, view of the real part) of the outputs that are cut and share no storage, if the graph is known
-    apart: Sequence[tuple[TensorCut, torch.Tensor]] | None = None
-
-    def hand_out(self, outputs: Sequence[Any], args: Sequence[Any], lease: PoolLease) -> Any:
-        """The outputs for the caller; flat, unless the graph is known."""
-        if self.cuts is not None:
-            outputs = self.cuts.apply(outputs, args, lease.forward_storages, self.apart)
-        elif self.entry is not None:
-            outputs = self.entry.outputs.for_caller(outputs, clone=self.clones)
-        for padded in self.written:
-            args[padded.position].copy_(padded.real)  # guard: padded_copy_back
-        return outputs if self.entry is None else self.entry.build_result(list(outputs))
+_NO_INPUTS, _AS_IS = PaddedArguments(), CallResults()
 
 
 ServedReplay = ServedSize[PaddedArguments, CallResults]
@@ -65,6 +42,7 @@ class ServedCall(ServedSize[PaddedArguments, CallResults]):
     """What serves all calls of the same real sizes, through the wrappers or by a replay that is known."""
 
     key: RecurringKey
+    row_of: Callable[[RecurringKey], Row]  #: the counts of a key's calls
     real: tuple[int, ...]  #: the real size of each key field
     seen: tuple[tuple[Counter[int], int], ...]  #: (counts of a field's sizes in all calls, the size in these calls)
     num_real: int = 1  #: product of the real sizes
@@ -82,6 +60,8 @@ class ServedCall(ServedSize[PaddedArguments, CallResults]):
     def count(self) -> None:
         """Count a call that has run over a graph."""
         row, size = self.row, self.size
+        if row is None:
+            row = self.row = self.row_of(self.key)
         if size is not None:
             size.replays += 1
         row.n += 1
@@ -93,16 +73,13 @@ class ServedCall(ServedSize[PaddedArguments, CallResults]):
 
         A graph that writes to inputs, returns views of them or reads the context still goes through its wrapper.
         """
-        plan, outputs, cuts = entry.plan, entry.outputs, self.results.cuts
+        plan, results = entry.plan, self.results
         reads = plan.reads.numbers or plan.reads.paths or plan.inputs.pool_inputs
-        writes = plan.inputs.mutates or self.results.written
-        returns_views = outputs.viewed_positions or (cuts is not None and cuts.views)
-        if reads or writes or returns_views:
-            replay = ServedReplay(self.inputs, self.results, None, generation=generation)
+        writes = plan.inputs.mutates or results.written
+        if reads or writes or entry.outputs.viewed_positions or results.views:
+            replay = ServedReplay(self.inputs, results, None, generation=generation)
         else:
-            apart = None if cuts is None else cuts.apart(outputs.build(()))
-            results = CallResults(cuts, entry=entry, clones=clones, apart=apart)
-            replay = ServedReplay(self.inputs, results, plan, generation=generation)
+            replay = ServedReplay(self.inputs, results.known(entry, clones=clones), plan, generation=generation)
         if len(self.known) >= _MAX_KNOWN:
             self.known.clear()
         self.known[anchor] = replay
@@ -110,25 +87,11 @@ class ServedCall(ServedSize[PaddedArguments, CallResults]):
 
 
 class ServedCalls:
-    """Looks up what serves a call. Owns the padded buffers.
+    """Looks up what serves a call. Owns the padded buffers."""
 
-    Args:
-        name: of the callable.
-        runtime: owner of the pool and of the counts.
-        rules: the key fields, and which of them are padded.
-        settings: of the callable.
-        graphs: of the callable, for sizes that get one of their own.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        runtime: GraphRuntime,
-        rules: AutoRules,
-        settings: Settings,
-        graphs: CallableGraphs,
-    ) -> None:
-        self._name, self._runtime, self._rules, self._settings, self._graphs = name, runtime, rules, settings, graphs
+    def __init__(self, rules: AutoRules, graphs: CallableGraphs) -> None:
+        self._rules, self._graphs = rules, graphs
+        self._name, self._runtime, self._settings = graphs.name, graphs.runtime, graphs.settings
         #: which sizes get graphs of their own; None before the first padded call, and if none does
         self.exact: ExactGraphs | None = None
         self._places = tuple(size.place for size in rules.sizes.sizes)
@@ -137,6 +100,8 @@ class ServedCalls:
         self._watches_memory = bool(rules.padded) and bool(rules.written) and len(self._may_share) > 1
         self._memory = PaddedMemory[int]()
         self._calls: dict[tuple[Any, ...], ServedCall] = {}
+        #: the counts of a key's calls; calls that keep it keep nothing else
+        self.row_of = functools.partial(_row_of, graphs.runtime.ledger, graphs.name, rules.mode)
         self._new = threading.Lock()  # makes calls: two buffers of one key would be two graphs
         self.is_refuted = False  #: the run-time check found that padding changes results: no later call is padded
 
@@ -163,10 +128,6 @@ class ServedCalls:
     def sizes(self, args: Sequence[Any]) -> tuple[int, ...]:
         """The real size of each key field."""
         return tuple([args[p] if dim is None else args[p].shape[dim] for p, dim in self._places])
-
-    def row_of(self, key: RecurringKey) -> Row:
-        """The counts of a key's calls."""
-        return self._runtime.ledger.rows(self._name, "called")[self._rules.mode, key.descriptor]
 
     def num_bytes(self) -> int:
         """Bytes of the padded inputs."""
@@ -229,28 +190,26 @@ class ServedCalls:
                 remedy = f"make it contiguous (`{found.name}.contiguous()`)"
                 return self._as_is(real, f"no dense buffer has the strides of {found.name}", remedy)
             strides = {e: args[p] for p, e in self._rules.sizes.numbers.items() if getattr(e, "is_Symbol", False)}
-            row, exact = self.row_of(key), self._exact_graphs(args)
+            exact = self._exact_graphs(args)
             return ServedCall(
                 found,
-                CallResults(
-                    self._rules.outputs.cuts({**strides, **self._rules.sizes.named(real)}),
+                self._rules.outputs.results(
+                    {**strides, **self._rules.sizes.named(real)},
                     tuple(padded for padded in found.all if padded.is_written),
                 ),
                 plan=None,
-                row=row,
                 key=key,
+                row_of=self.row_of,
                 real=real,
                 seen=self._seen(real),
                 num_real=math.prod(real),
                 num_padded=math.prod(key.sizes),
-                size=None if exact is None else exact.record(key, real, row),
+                size=None if exact is None else exact.record(key, real),
             )
 
     def _exact_graphs(self, args: Sequence[Any]) -> ExactGraphs | None:
         if self.exact is None and self._settings.graph_bytes != 0:
-            device, wrappers = self._runtime.lease.device_for(args).device, self._graphs.wrappers(self._rules.mode)
-            given = self._name, self._runtime, self._rules, self._settings, wrappers, device
-            self.exact = ExactGraphs(*given, has_plain=bool(self._graphs.plain))
+            self.exact = ExactGraphs(self._rules, self._graphs, self._runtime.lease.device_for(args).device)
         return self.exact
 
     def _inputs(self, real: Sequence[int], sizes: Sequence[int], args: Sequence[Any]) -> PaddedArguments | InputLayout:
@@ -277,11 +236,13 @@ class ServedCalls:
         return self._exact(self._rules.keys.key_of(real, as_is=True), real)
 
     def _exact(self, key: RecurringKey, real: tuple[int, ...]) -> ServedCall:
-        return ServedCall(
-            _NO_INPUTS, CallResults(), plan=None, row=self.row_of(key), key=key, real=real, seen=self._seen(real)
-        )
+        return ServedCall(_NO_INPUTS, _AS_IS, plan=None, key=key, row_of=self.row_of, real=real, seen=self._seen(real))
 
     def _seen(self, real: Sequence[int]) -> tuple[tuple[Counter[int], int], ...]:
         of_key = {field.name: size for field, size in zip(self._rules.keys.fields, real, strict=True)}
         named = {**self._rules.sizes.fixed, **of_key}  # torch.compile has a graph of its own for size 1
         return tuple((self._runtime.ledger.sizes[name], size) for name, size in named.items())
+
+
+def _row_of(ledger: Ledger, name: str, mode: CUDAGraphMode, key: RecurringKey) -> Row:
+    return ledger.rows(name, "called")[mode, key.descriptor]

@@ -4,47 +4,56 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from cgpass.appended import AppendedInputs
+from cgpass.keyrules import AutoRules
 from cgpass.plans import ReplayPlans, wrapped_regions
+from cgpass.sizes import NamedSizes
 from graphpass.capture.outputs import clone_pool_tensors, own_objects
 from graphpass.capture.replay import GraphEntry, ReplayPlan
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.capture.scope import CapturePolicy
 from graphpass.capture.wrapper import CUDAGraphWrapper
-from graphpass.compat import trees
-from graphpass.compile import CompiledRegion
+from graphpass.compat import sideeffects, trees
+from graphpass.compile import CompiledRegion, RegionTrace
 from graphpass.context import ForwardContext, entered
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
+from graphpass.options import Settings
 from graphpass.regions.split import Partition
-from graphpass.report.records import RegionId
+from graphpass.regions.wrapped import WrappedTensors
+from graphpass.report.records import CallableRecord, RegionId
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGraph:
+    """A graph that was partitioned and compiled."""
+
+    record: CallableRecord  #: for reports: its name in the runtime, the graph break after it, what it cost
+    rules: AutoRules | None  #: how it chooses graphs itself; None if a forward context does
+    partition: Partition  #: regions and stitched code
+    sizes: NamedSizes  #: the sizes that keys of a context have
+    compiled: Mapping[str, CompiledRegion]  #: region name -> compiled region, for the captured ones
+    traces: Mapping[str, RegionTrace]  #: region name -> its aten graph, for proofs
+    used_argument_positions: Sequence[int]  #: of a call's arguments, in the order of the partition's inputs
+    wrapped: WrappedTensors | None  #: what reads these from Dynamo's, and makes its results; None if all are plain
+    appended: AppendedInputs | None  #: the inputs after those, which Dynamo does not pass; None if there are none
+    code: str  #: file and name of the function whose code the graph is: ``model.py:forward``
+    returns_flat: bool  #: whether the graph returns a tuple or list of values that are not containers
+    #: changes of Python state that Dynamo's code makes after the graph has run
+    side_effects: tuple[sideeffects.SideEffect, ...]
 
 
 class CallableGraphs:
-    """Captures and replays the graphs of one callable under a given forward context.
+    """Captures and replays the graphs of one callable under a given forward context."""
 
-    Args:
-        name: of the callable.
-        partition: its regions and stitched code.
-        compiled: {region name: compiled region}, for the captured ones.
-        runtime: owner of the pool.
-        policy: whether outputs are cloned, when capture is allowed, and how moved inputs are handled.
-        returns_flat: whether the graph returns a tuple or list of values that are not containers.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        partition: Partition,
-        compiled: Mapping[str, CompiledRegion],
-        runtime: GraphRuntime,
-        policy: CapturePolicy,
-        *,
-        returns_flat: bool,
-    ) -> None:
-        self._name, self._runtime, self._policy, self._returns_flat = name, runtime, policy, returns_flat
+    def __init__(self, graph: CompiledGraph, runtime: GraphRuntime, settings: Settings) -> None:
+        self.name, self.appended, self.runtime, self.settings = graph.record.name, graph.appended, runtime, settings
+        name, partition, policy = self.name, graph.partition, settings.policy
+        self._policy, self._returns_flat = policy, graph.returns_flat
+        compiled = graph.compiled
         #: the regions without what makes padding neutral, for the graphs of sizes that are not padded
         self.plain = tuple(dict.fromkeys(region.plain for region in compiled.values() if region.plain is not None))
         self._callees = wrapped_regions(name, partition, compiled, runtime, policy)
@@ -106,9 +115,9 @@ class CallableGraphs:
 
     def whole(self, context: ForwardContext, args: tuple[Any, ...]) -> tuple[Any, ReplayPlan]:
         """Capture or replay the FULL graph; returns the outputs and its plan."""
-        lease = self._runtime.lease
+        lease = self.runtime.lease
         # Under one lease: after its release, another thread's forward changes `forward_entries`.
-        lease.acquire(context, args, self._name)
+        lease.acquire(context, args, self.name)
         try:
             return self.full.call_flat(context, args, is_outermost=False), lease.forward_entries[-1].plan
         finally:
@@ -123,10 +132,10 @@ class CallableGraphs:
         plan: ReplayPlan | None = None,
     ) -> tuple[Any, ReplayPlan | None]:
         """Capture or replay the PIECEWISE graphs; returns the outputs and the plan, None if a region has no graph."""
-        lease, descriptor = self._runtime.lease, context.batch_descriptor
+        lease, descriptor = self.runtime.lease, context.batch_descriptor
         assert descriptor is not None
         clones = self._policy.clones_outputs if clone is None else clone
-        is_outermost = lease.acquire(context, args, self._name)
+        is_outermost = lease.acquire(context, args, self.name)
         try:
             if not clones:  # inputs may be outputs of the last forward
                 args = tuple(lease.without_stale(args, self.staged))
@@ -144,7 +153,7 @@ class CallableGraphs:
             # guard: piecewise_outputs_cloned
             leaves = clone_pool_tensors(flat, pool) if clones else own_objects(flat, pool)
             if is_outermost and self._policy.compare and not clones:
-                leaves = lease.tracking_views(leaves, pool, self._name)
+                leaves = lease.tracking_views(leaves, pool, self.name)
             return self.rebuilt(outputs, leaves), plan
         finally:
             lease.release()

@@ -23,8 +23,8 @@ from graphpass.capture.regioncalls import RegionCalls
 from graphpass.capture.replay import (
     ContextPath,
     ContextReads,
+    EntryTable,
     Graph,
-    GraphCost,
     GraphEntry,
     InputPlan,
     ReplayPlan,
@@ -37,7 +37,6 @@ from graphpass.capture.scope import CapturePolicy
 from graphpass.capture.settings import restoring, without_cached_casts, without_collections
 from graphpass.capture.staging import (
     AliasPattern,
-    BufferArena,
     alias_pattern,
     distinct_elements,
     storage_id,
@@ -48,7 +47,6 @@ from graphpass.context import ForwardContext, entered
 from graphpass.errors import CaptureError, DeviceError, GraphpassError
 from graphpass.keys import CUDAGraphMode
 from graphpass.ledger import Row
-from graphpass.report.records import RegionId
 
 _log = logging.getLogger("graphpass")
 
@@ -133,63 +131,52 @@ class Call:
 # -- the capture ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
 class Recorder:
-    """Captures one region for one call."""
+    """Captures one region, for one call at a time; ``compare`` of the policy keeps copies of inner regions' outputs."""
 
-    region: RegionId
-    mode: CUDAGraphMode
-    runnable: Callable[..., Any]
-    runtime: GraphRuntime
-    arena: BufferArena
-    policy: CapturePolicy  #: ``compare`` keeps copies of the inner regions' outputs
-    call: Call
-    baked: frozenset[int]  #: flat positions of the arguments whose address the graph may bake in, of ``call.static``
+    def __init__(
+        self, table: EntryTable, runnable: Callable[..., Any], runtime: GraphRuntime, policy: CapturePolicy
+    ) -> None:
+        self.region, self.mode, self.name = table.region, table.mode, str(table.region)
+        self.table, self.runnable, self.runtime, self.policy = table, runnable, runtime, policy
 
-    @property
-    def name(self) -> str:
-        """The region's name in errors, for example ``g0.r3``."""
-        return str(self.region)
-
-    def record(self, context: ForwardContext) -> tuple[GraphEntry, Sequence[Any]]:
+    def record(self, context: ForwardContext, call: Call, baked: frozenset[int]) -> tuple[GraphEntry, Sequence[Any]]:
         """Copy inputs into buffers, warm up and record; mutated tensors and generators are restored after each run.
 
-        Returns the entry and the flat outputs of the recording. The outputs own their pool memory, the entry does not.
+        ``baked`` are flat positions of arguments, of ``call.static``, whose address the graph may bake in. Returns the
+        entry and the flat outputs of the recording. The outputs own their pool memory, the entry does not.
         """
         self._row(context, "warmed")  # the counts list the key, whatever comes of it
-        device = self.runtime.lease.device_for(self.call.leaves)
+        device = self.runtime.lease.device_for(call.leaves)
         memory.refuse_inside_capture(device.device, self.name)  # guard: no_capture_inside_another
         inside = RegionCalls(device.call, observed=[] if self.policy.compare else None)
-        saved = self.arena.saved()
-        ranks = self._ranks
+        arena, ranks = self.table.arena, self._ranks
+        saved = arena.saved()
+        key = f"{self.name} {context.batch_descriptor}"
         try:
-            with (
-                contextlib.nullcontext()
-                if ranks is None
-                else ranks.capturing(f"{self.name} {context.batch_descriptor}")
-            ):
-                return self._recorded(device, inside, context)
+            with contextlib.nullcontext() if ranks is None else ranks.capturing(key):
+                return self._recorded(device, inside, context, call, baked)
         except BaseException as error:
             try:
                 self._explain(error, inside, context)  # guard: failed_capture_is_typed
                 raise
             finally:
-                self.arena.restore(saved)  # guard: failed_capture_bytes
+                arena.restore(saved)  # guard: failed_capture_bytes
 
     def _recorded(
-        self, device: GraphDevice, inside: RegionCalls, context: ForwardContext
+        self, device: GraphDevice, inside: RegionCalls, context: ForwardContext, call: Call, baked: frozenset[int]
     ) -> tuple[GraphEntry, Sequence[Any]]:
         start_s = time.perf_counter()
-        leaves = self.call.leaves
-        static, inputs, pattern = self._inputs(device.device, context)
+        leaves = call.leaves
+        static, inputs, pattern = self._inputs(device.device, context, call, baked)
         # Only of FULL graphs: the outputs of a region go to the next region.
         observer = context.observer if self.mode is CUDAGraphMode.FULL else None
         observer = observer if observer is not None and observer.runtime is self.runtime else None
         keep_results = None if observer is None else observer.keep_results
-        body = _Body(self.name, self.runnable, self.call.spec, inside, self._graph_inputs(inputs), keep_results)
+        body = _Body(self.name, self.runnable, call.spec, inside, _graph_inputs(call, inputs), keep_results)
         log = ReadLog()
         generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
-        mutated = [body.inputs[position] for position in sorted(self.call.mutated)]
+        mutated = [body.inputs[position] for position in sorted(call.mutated)]
         with without_collections(), _surroundings(self.mode, inside, log, context):
             inputs.copy_in(leaves)
             versions = _versions(body.inputs)
@@ -199,7 +186,7 @@ class Recorder:
                     run_seconds = device.warm_up(body)
                 self._wait_for_ranks()
                 self._row(context, "warmed").n += 1
-                self._refuse_undeclared_mutation(versions, _versions(body.inputs))
+                self._refuse_undeclared_mutation(call, versions, _versions(body.inputs))
                 existed = storage_ids(body.returned)  # guard: memory_reached_by_itself
             if sum(spent_s):  # that run does not tell how long one takes
                 with restoring(mutated, generators, device.device):
@@ -208,7 +195,7 @@ class Recorder:
                 observer.prepare()
             with restoring(mutated, generators, device.device):
                 log.is_open = True
-                graph, recorded, cost = self._measured(device, body, generators, context, run_seconds)
+                graph, recorded, seconds, grown = self._measured(device, body, generators, context)
                 log.is_open = False
             returned = recorded[: len(body.returned)]
             # Warm-up and recording use different pools: a storage that both returned existed before them.
@@ -220,12 +207,16 @@ class Recorder:
         row = self._row(context, "captured")
         row.n, row.seconds = row.n + 1, row.seconds + time.perf_counter() - start_s - sum(spent_s)
         row.least_s = min(row.least_s, body.launch_s)
-        self._trace(context, inputs, outputs)
+        self._trace(context, call, inputs, outputs)
         viewed = (s.position for s in inputs.staged if s.position in outputs.viewed_positions)
         inputs = replace(inputs, viewed_strides=tuple((position, leaves[position].stride()) for position in viewed))
-        plan = self._plan(context, graph, static, inputs, pattern, outputs, log)
-        build_result, written = trees.builder_of(body.returned_spec), tuple(sorted(self.call.mutated))
-        return GraphEntry(self.region, build_result, graph, plan, outputs, observed, written, cost), returned
+        statics = StaticSet.of(leaves, static, call.spec, call.owner_ids())
+        plan = self._plan(context, graph, statics, inputs, pattern, outputs, log)
+        build_result, written = trees.builder_of(body.returned_spec), tuple(sorted(call.mutated))
+        entry = GraphEntry(
+            self.region, build_result, graph, plan, outputs, observed, written, run_seconds, seconds, *grown
+        )
+        return entry, returned
 
     @property
     def _ranks(self) -> Any:
@@ -242,11 +233,10 @@ class Recorder:
         body: _Body,
         generators: Sequence[torch.Generator],
         context: ForwardContext,
-        run_seconds: Callable[[], float | None],
-    ) -> tuple[Graph, Sequence[Any], GraphCost]:
+    ) -> tuple[Graph, Sequence[Any], Callable[[], float | None], tuple[int, int]]:
         """Record; where the callable itself decides under which key a call runs, also the graph's time and bytes."""
         if context.owner is None:
-            return *device.record(body, generators), _NOT_MEASURED
+            return *device.record(body, generators), lambda: None, (0, 0)
         device.open()  # what a pool takes once is not this graph's
         before = device.reading()
         graph, recorded = device.record(body, generators)
@@ -254,21 +244,23 @@ class Recorder:
         pool_bytes, driver_bytes = (now - then for now, then in zip(device.reading(), before, strict=True))
         row = self._row(context, "captured")
         row.pool_bytes, row.driver_bytes = row.pool_bytes + pool_bytes, row.driver_bytes + driver_bytes
-        return graph, recorded, GraphCost(run_seconds, seconds, pool_bytes, driver_bytes)
+        return graph, recorded, seconds, (pool_bytes, driver_bytes)
 
-    def _inputs(self, device: torch.device, context: ForwardContext) -> tuple[list[int], InputPlan, AliasPattern]:
+    def _inputs(
+        self, device: torch.device, context: ForwardContext, call: Call, baked: frozenset[int]
+    ) -> tuple[list[int], InputPlan, AliasPattern]:
         """Where the graph reads each argument: baked in place, from the pool, from a buffer, or as a constant.
 
         Returns the positions of the first, the plan of the others, and how those with a buffer share memory.
         """
-        leaves, names = self.call.leaves, self.call.names
-        baked_storages = storage_ids(leaves[p] for p in self.baked)
+        leaves, names = call.leaves, call.names
+        baked_storages = storage_ids(leaves[p] for p in baked)
         pool_storages = self.runtime.lease.forward_storages
-        static, pool, staged, constants = set(self.baked), [], [], []
+        static, pool, staged, constants = set(baked), [], [], []
         for position, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
                 # Layout numbers may change from call to call: the graph reads buffers in the layout of the capture.
-                if position not in self.call.layout:
+                if position not in call.layout:
                     constants.append((position, leaf))
                 continue
             if leaf.device != device:
@@ -288,47 +280,26 @@ class Recorder:
             else:
                 staged.append(position)
         pattern = alias_pattern(leaves, staged)
-        buffers = self.arena.like(leaves, staged, pattern)
+        buffers = self.table.arena.like(leaves, staged, pattern)
         plan = InputPlan(
             self.name,
             context.batch_descriptor,
             dict(enumerate(names)),
             tuple(
-                StagedInput(p, buffer, distinct_elements(buffer, name=names[p]), p in self.call.mutated)
+                StagedInput(p, buffer, distinct_elements(buffer, name=names[p]), p in call.mutated)
                 for p, buffer in zip(staged, buffers, strict=True)
             ),
             constants=tuple(constants),
-            layouts=tuple(self._layouts(sorted(static))),
+            layouts=tuple(_layouts(call, sorted(static))),
             pool_inputs=tuple(pool),
         )
         return sorted(static), plan, pattern
-
-    def _layouts(self, static: Iterable[int]) -> Iterator[tuple[int, torch.Tensor]]:
-        """An alias of each static input; for tensors of modules, only if Dynamo does not guard their layouts."""
-        lent = self.call.sharing(self.call.module_owned)
-        for position in static:
-            leaf = self.call.leaves[position]
-            if position not in lent:
-                yield position, leaf.detach()
-            elif position not in self.call.module_owned or not dynamo.guards_module_layouts():  # guard: module_layouts
-                yield position, torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-
-    def _graph_inputs(self, inputs: InputPlan) -> list[Any]:
-        """The arguments to record with: buffers for staged inputs, the caller's tensors for the others.
-
-        A tape keeps these. They must not keep the memory of modules.
-        """
-        lent, leaves = self.call.sharing(self.call.module_owned), enumerate(self.call.leaves)
-        found = [memory.without_ownership(leaf) if position in lent else leaf for position, leaf in leaves]
-        for staged in inputs.staged:
-            found[staged.position] = staged.buffer
-        return found
 
     def _plan(
         self,
         context: ForwardContext,
         graph: Graph,
-        static: list[int],
+        statics: StaticSet,
         inputs: InputPlan,
         pattern: AliasPattern,
         outputs: OutputPlan,
@@ -338,7 +309,7 @@ class Recorder:
         label = f"{self.name} {self.mode} {context.batch_descriptor}"
         return ReplayPlan(
             name=self.name,
-            statics=StaticSet.of(self.call.leaves, static, self.call.spec, self.call.owner_ids()),
+            statics=statics,
             dynamic_positions=tuple(staged.position for staged in inputs.staged),
             pattern=pattern,
             reads=log.reads(),
@@ -353,7 +324,7 @@ class Recorder:
     def _row(self, context: ForwardContext, event: str) -> Row:
         return self.runtime.ledger.rows(self.region, event)[self.mode, context.batch_descriptor]
 
-    def _trace(self, context: ForwardContext, inputs: InputPlan, outputs: OutputPlan) -> None:
+    def _trace(self, context: ForwardContext, call: Call, inputs: InputPlan, outputs: OutputPlan) -> None:
         """Log one captured graph, and add it to torch's trace."""
         _log.debug("%s %s %s recorded", self.name, self.mode, context.batch_descriptor)
         dynamo.trace_json(
@@ -362,24 +333,26 @@ class Recorder:
                 "region": self.name,
                 "mode": str(self.mode),
                 "key": str(context.batch_descriptor),
-                "inputs": len(self.call.leaves),
-                "copied_inputs": [self.call.names[staged.position] for staged in inputs.staged],
-                "written_inputs": [self.call.names[position] for position in sorted(self.call.mutated)],
+                "inputs": len(call.leaves),
+                "copied_inputs": [call.names[staged.position] for staged in inputs.staged],
+                "written_inputs": [call.names[position] for position in sorted(call.mutated)],
                 "outputs": len(outputs.pool_outputs),
                 "pool_bytes": self.runtime.pool_bytes(),
             },
         )
 
-    def _refuse_undeclared_mutation(self, before: Sequence[int | None], after: Sequence[int | None]) -> None:
-        leaves, mutated = self.call.leaves, self.call.mutated
+    def _refuse_undeclared_mutation(
+        self, call: Call, before: Sequence[int | None], after: Sequence[int | None]
+    ) -> None:
+        leaves, mutated = call.leaves, call.mutated
         declared = {storage_id(leaves[p]) for p in mutated}
         for position, (old, new) in enumerate(zip(before, after, strict=True)):
             if old != new and storage_id(leaves[position]) not in declared:  # guard: undeclared_mutation
                 raise CaptureError(
-                    f"{self.name} writes to its input {self.call.names[position]!r}",
+                    f"{self.name} writes to its input {call.names[position]!r}",
                     expected="every input that the region writes to, listed in mutated_inputs",
-                    found=f"mutated_inputs={[self.call.names[p] for p in sorted(mutated)]}",
-                    remedy=f"add {self.call.names[position]!r} to mutated_inputs",
+                    found=f"mutated_inputs={[call.names[p] for p in sorted(mutated)]}",
+                    remedy=f"add {call.names[position]!r} to mutated_inputs",
                 )
 
     # -- why it failed ------------------------------------------------------------------------------------------------
@@ -423,6 +396,29 @@ class Recorder:
 
 
 # -- what is warmed up and recorded ------------------------------------------------------------------------------------
+
+
+def _layouts(call: Call, static: Iterable[int]) -> Iterator[tuple[int, torch.Tensor]]:
+    """An alias of each static input; for tensors of modules, only if Dynamo does not guard their layouts."""
+    lent = call.sharing(call.module_owned)
+    for position in static:
+        leaf = call.leaves[position]
+        if position not in lent:
+            yield position, leaf.detach()
+        elif position not in call.module_owned or not dynamo.guards_module_layouts():  # guard: module_layouts
+            yield position, torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+
+
+def _graph_inputs(call: Call, inputs: InputPlan) -> list[Any]:
+    """The arguments to record with: buffers for staged inputs, the caller's tensors for the others.
+
+    A tape keeps these. They must not keep the memory of modules.
+    """
+    lent, leaves = call.sharing(call.module_owned), enumerate(call.leaves)
+    found = [memory.without_ownership(leaf) if position in lent else leaf for position, leaf in leaves]
+    for staged in inputs.staged:
+        found[staged.position] = staged.buffer
+    return found
 
 
 class _Body:
@@ -490,9 +486,6 @@ def _tuning(inside: RegionCalls, measurement: CudaMeasurement | None) -> Iterato
     inside.before = None if measurement is None else tune
     yield spent_s
     inside.before = None
-
-
-_NOT_MEASURED = GraphCost(lambda: None, lambda: None, 0, 0)
 
 
 def _versions(leaves: Sequence[Any]) -> list[int | None]:

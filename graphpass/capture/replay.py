@@ -103,16 +103,6 @@ class StaticSet:
 
 
 @dataclass(frozen=True, slots=True)
-class GraphCost:
-    """Time and memory of a graph, where they were measured at its capture."""
-
-    run_seconds: Callable[[], float | None]  #: device seconds of the warm-up; None before they are known
-    seconds: Callable[[], float | None]  #: median device seconds of a replay, likewise
-    pool_bytes: int  #: growth of the pool
-    driver_bytes: int  #: growth of the driver's memory, for its executable
-
-
-@dataclass(frozen=True, slots=True)
 class GraphEntry:
     """One captured graph of one wrapper at one key, static-input set and alias pattern; complete when it is created."""
 
@@ -124,7 +114,10 @@ class GraphEntry:
     #: under ``compare``, the tensors into which each replay writes the results of the regions inside
     observed: tuple[Observed, ...] = field(repr=False)
     written: tuple[int, ...]  #: positions of the arguments that the region writes to
-    cost: GraphCost
+    run_seconds: Callable[[], float | None]  #: device seconds of the warm-up; None before they are known
+    seconds: Callable[[], float | None]  #: median device seconds of a replay; None before, or where none is measured
+    pool_bytes: int  #: growth of the pool by the capture; 0 where it is not measured, as the next
+    driver_bytes: int  #: growth of the driver's memory, for its executable
     watches: list[Any] = field(default_factory=list, repr=False)  #: weak references to the storages of module tensors
 
     def reads_pool_at(self, leaves: Sequence[Any]) -> bool:

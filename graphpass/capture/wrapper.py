@@ -40,12 +40,13 @@ from graphpass.compat import memory, trees
 from graphpass.context import ForwardContext, current_context
 from graphpass.errors import AgreementError, CaptureError, OptionError, StaticInputError
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
-from graphpass.ledger import Row
+from graphpass.ledger import Reason, Row
 from graphpass.report.records import Counts, RegionId
 
 MAX_STATIC_SETS = 4
 _REFILL = "refill them in place (`tensor.copy_(new)`): each new address is one more capture"
 _STAYS = "refill them in place (`tensor.copy_(new)`): a tensor that stays at its address is not copied"
+_BY_ITSELF = Reason("captured without a context, because its size recurs")
 _INDEX = (
     "pass the whole tensor and index it inside the model with a tensor of positions; a copy (`tensor.clone()`) serves "
     "where the model only reads it"
@@ -115,6 +116,7 @@ class CUDAGraphWrapper:
         self._policy = policy or CapturePolicy()
         self._clones = self._policy.clones_outputs
         self._entries = EntryTable(self.region, self.mode)
+        self._recorder = Recorder(self._entries, runnable, runtime, self._policy)
         self._flat_spec: Any = None
         runtime.adopt(self._entries, shows_stale=self._policy.compare)
 
@@ -271,16 +273,7 @@ class CUDAGraphWrapper:
         key = table.keys.get(descriptor) or KeyEntries()
         baked = self._static_positions_for_new_graph(context, descriptor, key, call, permission)
         table.keys[descriptor] = key
-        entry, recorded = Recorder(
-            region=self.region,
-            mode=self.mode,
-            runnable=self._runnable,
-            runtime=self._runtime,
-            arena=table.arena,
-            policy=self._policy,
-            call=call,
-            baked=baked,
-        ).record(context)
+        entry, recorded = self._recorder.record(context, call, baked)
         table.add(key, call.leaves, call.module_owned, entry)
         row = self._replays(descriptor)
         freed = functools.partial(_drop_freed, weakref.ref(self), weakref.ref(key), descriptor, id(entry), row, row.n)
@@ -330,7 +323,7 @@ class CUDAGraphWrapper:
         elif is_automatic and key.freed and not peers:
             return self._positions_after_freed(descriptor, key, call)
         elif is_automatic and not moved:
-            self._runtime.note("captured without a context, because its size recurs", at=f"{self.region} {descriptor}")
+            self._runtime.ledger.note(_BY_ITSELF, at=f"{self.region} {descriptor}")
         if not moved:
             return call.static
         return self._positions_after_moves(descriptor, call, moved, len(peers), len(own), is_serving=is_automatic)

@@ -34,6 +34,8 @@ MOST_LOSSES = 2
 """After so many losses of its graph, padding keeps a size."""
 _SHARE_OF_DEVICE = 0.01
 _HALF_LIFE = 1024  # calls
+# What a run without a graph costs the host beyond a replay, at least; its time on the device does not contain it.
+_LAUNCHES_S = 1e-4
 _FASTER_WITHOUT = 0.9
 _NOISE = 0.01  # of a measured time; a smaller gain is none
 _COST_OF_INSERTIONS = 0.05  # of the time of a graph; a smaller one is not worth another artifact
@@ -155,10 +157,11 @@ class Times:
 
     Args:
         is_proportional: below the least measured rows, times shrink with the rows; otherwise they stay as they are.
+        launches_s: what each takes beside what is measured.
     """
 
-    def __init__(self, *, is_proportional: bool) -> None:
-        self._is_proportional = is_proportional
+    def __init__(self, *, is_proportional: bool, launches_s: float = 0.0) -> None:
+        self._is_proportional, self._launches_s = is_proportional, launches_s
         self._measured: dict[int, float] = {}
         self._pending: dict[int, Seconds] = {}
         self._rows: list[int] = []
@@ -191,8 +194,8 @@ class Times:
         ready = {rows: found for rows, seconds in list(self._pending.items()) if (found := seconds()) is not None}
         if not ready:
             return
-        self._measured |= ready
-        for rows in ready:
+        for rows, seconds in ready.items():
+            self._measured[rows] = seconds + self._launches_s
             self._pending.pop(rows, None)
         self._rows = sorted(self._measured)
         self._times = list(itertools.accumulate((self._measured[rows] for rows in self._rows), max))
@@ -298,7 +301,8 @@ class RecurringSizes:
         """The times of the keys whose exact sizes are ``group``: of replays, and of runs without a graph."""
         found = self._times.get(group)
         if found is None:
-            found = self._times[group] = Times(is_proportional=True), Times(is_proportional=False)
+            run = Times(is_proportional=False, launches_s=_LAUNCHES_S)
+            found = self._times[group] = Times(is_proportional=True), run
         return found
 
     def count_calls(self, key: Hashable, calls: Row, group: tuple[int, ...], rows: int) -> None:

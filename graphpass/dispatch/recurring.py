@@ -7,6 +7,7 @@ maximum number of graphs, further keys run without one.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -37,10 +38,10 @@ class KeyField:
 
 @dataclass(slots=True)
 class RecurringKey:
-    """The state of one key."""
+    """The state of one key. Traffic with ever new sizes makes many, so one has no name before it gets a graph."""
 
-    descriptor: BatchDescriptor  #: its name in counts and reports
     sizes: tuple[int, ...]  #: the size of each field
+    name_of: Callable[[], BatchDescriptor]  #: makes its name
     is_declared: bool  #: the user declared the sizes of all fields; such keys do not count towards ``max_graphs``
     calls: int = 0  #: number of calls so far
     num_graphs: int = 0  #: one for each set of static inputs
@@ -48,6 +49,14 @@ class RecurringKey:
     #: it is for one size that padding could serve, see ``owngraphs``; another bound holds for those
     is_exact: bool = False
     is_checked: bool = False  #: a call that it pads was compared with other padding and with none
+    _descriptor: BatchDescriptor | None = None
+
+    @property
+    def descriptor(self) -> BatchDescriptor:
+        """Its name in counts and reports."""
+        if self._descriptor is None:
+            self._descriptor = self.name_of()
+        return self._descriptor
 
     @property
     def is_captured(self) -> bool:
@@ -113,8 +122,8 @@ class RecurringKeys:
             if len(self._keys) >= _MAX_COUNTED:
                 self._keys = {s: k for s, k in self._keys.items() if k.is_captured or k.refusal is not None}
             is_declared = not kind and self._is_declared(sizes)
-            key = RecurringKey(self._descriptor(sizes, kind), sizes, is_declared, is_exact=kind == "exact")
-            self._keys[sizes, kind] = key
+            name_of = functools.partial(_named, self.fields, self._fixed, sizes, kind)  # keeps no keys alive
+            key = self._keys[sizes, kind] = RecurringKey(sizes, name_of, is_declared, is_exact=kind == "exact")
         return key
 
     def counted(self, key: RecurringKey) -> bool:
@@ -197,17 +206,6 @@ class RecurringKeys:
         padded = tuple([size for field, size in pairs if field.is_padded])
         return padded, tuple([size for field, size in pairs if not field.is_padded])
 
-    def _descriptor(self, sizes: Sequence[int], kind: str) -> BatchDescriptor:
-        named = dict(self._fixed)
-        for number, (field, size) in enumerate(zip(self.fields, sizes, strict=True)):
-            named[field.name if named.get(field.name, size) == size else f"{field.name} {number}"] = size
-        num_tokens = named.pop("num_tokens", None)
-        if num_tokens is None:
-            declared = {field.name: size for field, size in zip(self.fields, sizes, strict=True) if field.ladder}
-            counted = [*{**self._fixed, **declared}.values()]
-            num_tokens = max(1, math.prod(counted or sizes[:1]))
-        return BatchDescriptor(num_tokens, extra=(*named.items(), *([(kind, True)] if kind else ())))
-
     def _padded(self, real: tuple[int, ...]) -> tuple[int, ...]:
         """The sizes, those of each padded field raised to the largest size, up to its step, that the graph admits."""
         padded = real
@@ -236,3 +234,15 @@ def _step(field: KeyField, size: int) -> int:
     if field.ladder is None:
         return step_above(size)
     return next((step for step in field.ladder if step >= size), size)
+
+
+def _named(fields: Sequence[KeyField], fixed: Mapping[str, int], sizes: Sequence[int], kind: str) -> BatchDescriptor:
+    named = dict(fixed)
+    for number, (field, size) in enumerate(zip(fields, sizes, strict=True)):
+        named[field.name if named.get(field.name, size) == size else f"{field.name} {number}"] = size
+    num_tokens = named.pop("num_tokens", None)
+    if num_tokens is None:
+        declared = {field.name: size for field, size in zip(fields, sizes, strict=True) if field.ladder}
+        counted = [*{**fixed, **declared}.values()]
+        num_tokens = max(1, math.prod(counted or sizes[:1]))
+    return BatchDescriptor(num_tokens, extra=(*named.items(), *([(kind, True)] if kind else ())))

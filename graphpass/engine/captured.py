@@ -9,7 +9,7 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -360,20 +360,48 @@ class CapturedKeys:
         tried: dict[Key, CapturedKey] = {}
         kept: list[Key] = []
         try:
-            served = self._captured_within(sizes, tried)
-            with self._changed(()):
-                faster = [size for size in served if self._is_faster(size, tried, step_of)]
-            kept = [key for _, keys in faster for key in keys]
-            for key in kept:
+            with (
+                self._changed([key for _, keys in sizes for key in keys]),
+                self._runtime.capturing(by_calls=False),
+                capture_progress(sizes, self._model.settings.progress) as progress,
+            ):
+                faster: list[Key] = []
+                for padded, keys in progress:
+                    progress.set_postfix_str(at := str(keys[0][1]))
+                    expected = max(1, len(keys) * sum(self._bytes.mean()))  # no room at all is none
+                    if self._room() < expected:  # guard: adapted_bytes
+                        self._runtime.warn(NO_ROOM.why, NO_ROOM.remedy, at=at, is_recorded=True)
+                        break
+                    if self._is_faster(padded, keys, tried, step_of):
+                        faster += keys
+                    else:
+                        self._padded.update(keys)
+            for key in faster:
                 self._dispatcher.add_key(*key)
                 self._own.add(key)
                 self._add(key, tried[key])
+            kept = faster
         finally:
-            begun = {key for _, keys in sizes for key in keys if key in tried or key in self._padded}
-            self._drop(begun.difference(kept))
+            self._drop(tried.keys() - kept)
             for key in kept:
                 del self._unused[key]
         return tuple(kept)
+
+    def _is_faster(self, padded: Key, keys: Sequence[Key], tried: dict[Key, CapturedKey], step_of: StepOf) -> bool:
+        """Capture the keys of a size; whether their graphs fit, and are faster than the one that pads the size."""
+        try:
+            for key in keys:
+                tried[key] = captured = self._captured(key)
+                self._unused[key] = self._charged(captured)
+        except Exception as error:
+            why = why_failed(error, otherwise="leave it padded")  # guard: adapted_after_failure
+            text, at = f"a size that recurs stays padded: {why}", str(keys[0][1])
+            self._runtime.warn(text, why.remedy, at=at, is_recorded=True)
+            return False
+        own_s = self._seconds(keys[0], tried[keys[0]], step_of)
+        padded_s = self._seconds(padded, self._by_key[padded], step_of)
+        # The graphs may take more than was expected.
+        return self._room() >= 0 and is_faster(own_s, padded_s)  # guard: adapted_if_faster
 
     def recurring(self) -> list[RecurringTokens]:
         """The sizes that padding has served often, those with the most padding first."""
@@ -437,48 +465,6 @@ class CapturedKeys:
         own = [captured for key in list(self._own) if (captured := self._by_key.get(key)) is not None]
         charged = [*map(self._charged, own), *list(self._unused.values())]
         return [OwnGraph(num_bytes, math.inf, drop=lambda: None) for num_bytes in charged]
-
-    def _captured_within(
-        self, sizes: Sequence[RecurringTokens], tried: dict[Key, CapturedKey]
-    ) -> list[RecurringTokens]:
-        """Capture the keys of the sizes, in this order, as far as there is room; returns the sizes that have theirs."""
-        found = []
-        with (
-            self._changed([key for _, keys in sizes for key in keys]),
-            self._runtime.capturing(by_calls=False),
-            capture_progress(sizes, self._model.settings.progress) as progress,
-        ):
-            for padded, keys in sizes:
-                at = str(keys[0][1])
-                progress.set_postfix_str(at)
-                expected = max(1, len(keys) * sum(self._bytes.mean()))  # no room at all is none
-                if self._room() < expected:  # guard: adapted_bytes
-                    self._runtime.warn(NO_ROOM.why, NO_ROOM.remedy, at=at, is_recorded=True)
-                    break
-                try:
-                    for key in keys:
-                        tried[key] = captured = self._captured(key)
-                        self._unused[key] = self._charged(captured)
-                except Exception as error:
-                    why = why_failed(error, otherwise="leave it padded")  # guard: adapted_after_failure
-                    self._runtime.warn(f"a size that recurs stays padded: {why}", why.remedy, at=at, is_recorded=True)
-                    self._padded.update(keys)
-                    continue
-                if self._room() < 0:  # it takes more than was expected
-                    self._padded.update(keys)
-                    break
-                found.append((padded, keys))
-                progress.update()
-        return found
-
-    def _is_faster(self, size: RecurringTokens, tried: Mapping[Key, CapturedKey], step_of: StepOf) -> bool:
-        padded, keys = size
-        own_s = self._seconds(keys[0], tried[keys[0]], step_of)
-        padded_s = self._seconds(padded, self._by_key[padded], step_of)
-        if is_faster(own_s, padded_s):  # guard: adapted_if_faster
-            return True
-        self._padded.update(keys)
-        return False
 
     def _seconds(self, key: Key, captured: CapturedKey, step_of: StepOf) -> float:
         """Seconds of a step of a key; on the CPU, where time is no measure, its tokens."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -389,6 +390,7 @@ class CudaGraphManager:
             return result
         known.replays += 1
         row = known.row
+        assert row is not None, "a step is served with the counts of its key"
         row.n += 1
         row.items += 1
         row.real += batch.num_tokens
@@ -406,9 +408,9 @@ class CudaGraphManager:
             if self._is_hooked or captured.plan is None or mode is not CUDAGraphMode.FULL:
                 checked.clear()  # guard: attended_steps
             if captured.plan is None:
-                leaves = self._forward(mode, decision.descriptor, real, step, batch, partial(_stored, model, recipe))
+                leaves = self._forward(step, real, batch, partial(_stored, model, recipe))
                 return known.results.of_step(batch.inputs, leaves)
-            metadata, in_context = self._filled(mode, decision.descriptor, real, step, batch)
+            metadata, in_context = self._filled(step, real, batch)
             reads = None
             # guard: metadata_of_unattended_steps
             if metadata is not None and checked.get(captured) is metadata:
@@ -474,7 +476,7 @@ class CudaGraphManager:
                 padded = self._inputs.at({**self._inputs.largest, "num_tokens": num_tokens})
                 inputs = self._inputs.real(step.sizes, padded)
                 call = partial(_uncompiled, model) if is_uncompiled else partial(_stored, model, recipe)
-                result = self._forward(CUDAGraphMode.NONE, key, inputs, step, batch, call)
+                result = self._forward(step._replace(decision=replace(decision, descriptor=key)), inputs, batch, call)
                 if is_uncompiled:
                     inputs.copy_back(batch.inputs, recipe.mutated, recipe.buffers)
                     return trees.map_tensors(torch.Tensor.detach, result)
@@ -482,16 +484,10 @@ class CudaGraphManager:
             return recipe.result(recipe.views(step.sizes))
 
     def _filled(
-        self,
-        mode: CUDAGraphMode,
-        descriptor: BatchDescriptor,
-        real: RealInputs,
-        step: _NextStep,
-        batch: Batch,
-        observer: GraphChecks | None = None,
+        self, step: _NextStep, real: RealInputs, batch: Batch, observer: GraphChecks | None = None
     ) -> tuple[Any, entered]:
         """Fill the buffers; returns the attention metadata, and the forward context for a ``with``."""
-        model = self._model
+        model, mode, descriptor = self._model, step.decision.mode, step.decision.descriptor
         model.runtime.lease.order_after_last_forward()  # a replay on another stream may still be reading the buffers
         real.fill(batch.inputs)
         metadata = model.metadata(batch.attention, descriptor, mode)
@@ -500,20 +496,12 @@ class CudaGraphManager:
             metadata, real.padded, mode, descriptor, batch.num_tokens, across_dp, observer=observer
         )
 
-    def _forward(
-        self,
-        mode: CUDAGraphMode,
-        descriptor: BatchDescriptor,
-        real: RealInputs,
-        step: _NextStep,
-        batch: Batch,
-        call: Callable[[PaddedInputs], Any],
-    ) -> Any:
+    def _forward(self, step: _NextStep, real: RealInputs, batch: Batch, call: Callable[[PaddedInputs], Any]) -> Any:
         """Fill the buffers, and run code of the model, which ``call`` does, in a forward context."""
         model = self._model
         observer = GraphChecks(model, real.padded)  # guard: manager_mixing_in_steps
-        metadata, in_context = self._filled(mode, descriptor, real, step, batch, observer)
-        with in_context, model.hooked(mode), fields_named(model.attention, metadata), replay_settings():
+        metadata, in_context = self._filled(step, real, batch, observer)
+        with in_context, model.hooked(step.decision.mode), fields_named(model.attention, metadata), replay_settings():
             return call(real.padded)
 
 

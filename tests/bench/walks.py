@@ -80,6 +80,7 @@ def records_of(call: Callable[[], object]) -> dict[str, int]:
             return
         made = type(frame.f_locals.get("self")) if name == "__init__" else frame.f_locals.get("_cls")
         is_ours = isinstance(made, type) and made.__module__.partition(".")[0] in HOMES.values()
+        is_ours = is_ours and made.__module__ != "graphpass.capture.tape"
         if is_ours and (dataclasses.is_dataclass(made) or issubclass(made, tuple)):
             built[made.__qualname__] = built.get(made.__qualname__, 0) + 1
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
 import random
@@ -14,13 +13,12 @@ import torch
 from torch import nn
 
 import graphpass as gp
-from cgpass.exactgraphs import _with_launches
 from cgpass.paddingcheck import PaddedCall
 from graphpass import GraphRuntime
 from graphpass.capture.cuda import PROCESS_MEMORY
 from graphpass.compile import PlainRegion, chosen
 from graphpass.compile.tuning import SizedArtifact
-from graphpass.dispatch.owngraphs import CALLS_BETWEEN, OwnGraphs, RecurringSize, RecurringSizes, Serve, Times
+from graphpass.dispatch.owngraphs import CALLS_BETWEEN, OwnGraphs, RecurringSize, RecurringSizes, Serve
 from tests.threads import in_threads
 from tests.unit.compiled import Compiled, agrees
 from tests.unit.models import module
@@ -330,9 +328,9 @@ def test_at_most_one_in_twenty_calls(rt: GraphRuntime) -> None:
 @pytest.mark.parametrize(("replay", "run", "expected"), [(8e-6, 2e-6, False), (20e-3, 12e-3, True)])
 def test_a_run_without_a_graph_counts_its_launches(replay: float, run: float, expected: bool) -> None:
     """On the device alone, a few small kernels may be faster than a graph of them."""
-    replayed, without = Times(is_proportional=True), Times(is_proportional=False)
+    replayed, without = RecurringSizes(OwnGraphs(), None).times_of(())
     replayed.add(8, lambda: replay)
-    without.add(8, functools.partial(_with_launches, lambda: run))
+    without.add(8, lambda: run)
     assert RecurringSize((5,), 5, 8, replayed, without, asks_at=3).is_faster_without() == expected
 
 
