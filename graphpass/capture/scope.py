@@ -96,6 +96,19 @@ class CallObserver:
         return outputs
 
 
+class EnteredGraph(Exception):  # noqa: N818 - control flow, like StopIteration
+    """A call has come to its first graph."""
+
+
+class FirstEntry(CallObserver):
+    """Ends a call at its first graph, before that runs: which one a call reaches, without side effects."""
+
+    def entering(self, callable_: ReachedCallable, args: tuple[Any, ...]) -> None:
+        """Keep the graph and its arguments, and end the call."""
+        self.reached.append(ReachedCall(callable_, args, (), None))
+        raise EnteredGraph
+
+
 @dataclass(slots=True)
 class CaptureScope:
     """State of one ``with runtime.capturing():``."""

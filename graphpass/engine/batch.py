@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-from graphpass.compat import nnmodules
-from graphpass.errors import ContextError, OptionError, is_integer
+from graphpass.errors import OptionError, is_integer
 from graphpass.keys import AttentionSupport, BatchDescriptor
 from graphpass.paddedcalls import PadRule, checked_rule
 
@@ -196,52 +195,3 @@ class ForwardHooks(Protocol):
     def join_after_forward(self) -> None:
         """End a forward inside a capture: the current stream waits for the streams that the forward has used."""
         ...
-
-
-class fields_named:  # noqa: N801 - a context manager, named like one
-    """Translate the error of an op that reads a missing field of ``metadata`` into a ContextError with the builder."""
-
-    __slots__ = ("_builder", "_metadata")
-
-    def __init__(self, builder: AttentionMetadataBuilder | None, metadata: Any) -> None:
-        self._builder, self._metadata = builder, metadata
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is None or self._metadata is None:
-            return
-        for cause in _chain(error):
-            field = _field_of(cause, self._metadata)
-            if field is not None:
-                place = nnmodules.place_of_failure(cause) or "read while the model runs"
-                raise missing_field(self._builder, self._metadata, field, place) from error
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and its causes, the latest first."""
-    seen: set[int] = set()
-    following: BaseException | None = error
-    while following is not None and id(following) not in seen:
-        seen.add(id(following))
-        yield following
-        following = following.__cause__ or following.__context__
-
-
-def _field_of(error: BaseException, metadata: Any) -> str | None:
-    """The missing field of ``metadata`` that ``error`` names; None if the error has another reason."""
-    if isinstance(error, AttributeError) and error.obj is metadata:  # guard: manager_metadata_fields
-        return str(error.name)
-    is_key = isinstance(error, KeyError) and isinstance(metadata, Mapping) and len(error.args) == 1
-    return str(error.args[0]) if is_key and error.args[0] not in metadata else None
-
-
-def missing_field(builder: object, metadata: Any, field: str, place: str) -> ContextError:
-    """The error for attention metadata without a field that is read at ``place``."""
-    return ContextError(
-        f"attention metadata has no field {field!r}",
-        expected=f"{type(builder).__name__}.build() to return every field that the model's attention reads",
-        found=f"a {type(metadata).__name__} without it; {place}",
-        remedy=f"add {field!r} to {type(metadata).__name__}, for steps with a key and without",
-    )

@@ -18,9 +18,8 @@ from graphpass.capture.replay import ContextReads, ReplayPlan
 from graphpass.capture.settings import replay_settings
 from graphpass.compat import trees
 from graphpass.dispatch.owngraphs import NO_ROOM, CaptureBytes, OwnGraph, OwnGraphs, bytes_allowed, due, is_faster
-from graphpass.engine.batch import fields_named
 from graphpass.engine.buffers import PaddedInputs, RealInputs, Sizes
-from graphpass.engine.model import GraphChecks, Model, nothing_reached
+from graphpass.engine.model import GraphChecks, Model, fields_named, nothing_reached
 from graphpass.engine.recipe import Reached, Recipe, StepResults, leaf_sources
 from graphpass.engine.stats import keys_by_group
 from graphpass.errors import CaptureError, StaticInputError

@@ -22,10 +22,10 @@ from graphpass.compat import operators, trees
 from graphpass.context import entered
 from graphpass.dispatch.dispatcher import CudagraphDispatcher
 from graphpass.dispatch.dispatchkeys import Dispatch, DispatchReason
-from graphpass.engine.batch import AttentionMetadataBuilder, Batch, ForwardHooks, InputSpec, fields_named
+from graphpass.engine.batch import AttentionMetadataBuilder, Batch, ForwardHooks, InputSpec
 from graphpass.engine.buffers import InputBuffers, PaddedInputs, RealInputs, Sizes
 from graphpass.engine.captured import CapturedKey, CapturedKeys, Checked, ServedStep
-from graphpass.engine.model import GraphChecks, Model
+from graphpass.engine.model import GraphChecks, Model, fields_named
 from graphpass.engine.recipe import Recipe, StepResults
 from graphpass.engine.stats import ManagerStats
 from graphpass.errors import CaptureError, OptionError, ShapeError, positive

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.capture.scope import CallObserver, ReachedCall, ReachedCallable
+from graphpass.capture.scope import CallObserver, EnteredGraph, FirstEntry, ReachedCall, ReachedCallable
 from graphpass.capture.settings import replay_settings, restoring
 from graphpass.capture.staging import storage_id
 from graphpass.compat import nnmodules, trees
 from graphpass.compat.subclasses import plain_tensors
 from graphpass.context import ForwardContext, current_context, entered
 from graphpass.dispatch.dispatcher import CudagraphDispatcher
-from graphpass.engine.batch import AttentionMetadataBuilder, ForwardHooks, fields_named, missing_field
+from graphpass.engine.batch import AttentionMetadataBuilder, ForwardHooks
 from graphpass.engine.buffers import InputBuffers, PaddedInputs, Sizes
 from graphpass.engine.recipe import (
     FollowedSizes,
@@ -38,7 +38,7 @@ from graphpass.engine.recipe import (
     result_buffers,
 )
 from graphpass.engine.uncompiled import ProvedUncompiled, proved_uncompiled
-from graphpass.errors import CaptureError, OptionError, did_you_mean
+from graphpass.errors import CaptureError, ContextError, OptionError, did_you_mean
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.ladder.modelstate import (
     ModelState,
@@ -217,7 +217,7 @@ class Model:
             return metadata["slot_mapping"] if isinstance(metadata, Mapping) else metadata.slot_mapping
         except (AttributeError, KeyError) as error:
             place = "the manager reads it for the forward context"
-            raise missing_field(self.attention, metadata, "slot_mapping", place) from error
+            raise _missing(self.attention, metadata, "slot_mapping", place) from error
 
     def hooked(self, mode: CUDAGraphMode) -> contextlib.AbstractContextManager[None]:
         """The hooks' context manager for one forward in this mode; does nothing without hooks."""
@@ -385,8 +385,7 @@ class Model:
         """
         inputs, none = self.inputs.at(sizes), CUDAGraphMode.NONE
         metadata = self.prepared(inputs, BatchDescriptor(sizes["num_tokens"]), none)
-        observer = CallObserver(self.runtime)
-        reached = observer.reached
+        reached = (observer := CallObserver(self.runtime)).reached
         context = self.context(metadata, inputs, none, None, sizes["num_tokens"], observer=observer)
         with self.runtime.scopes.opened(), context, fields_named(self.attention, metadata):
             # Python code of the model may run before its first graph.
@@ -417,12 +416,12 @@ class Model:
 
     def _first_entry(self, inputs: PaddedInputs) -> Reached:
         """Call the model up to the entry of its first graph, the only call; empty if it enters no graph."""
-        context, first = current_context(), _FirstEntry(self.runtime)
+        context, first = current_context(), FirstEntry(self.runtime)
         assert context is not None, "a call of the model without a forward context"
         try:
             with entered(replace(context, observer=first)):
                 self.compiled(**inputs.arguments)
-        except _Entered:
+        except EnteredGraph:
             pass
         except TypeError as error:
             _refuse_names(self._model, list(inputs.arguments), error)
@@ -492,18 +491,6 @@ class Model:
         return None
 
 
-class _Entered(Exception):  # noqa: N818 - control flow, like StopIteration
-    """A call has come to its first graph."""
-
-
-class _FirstEntry(CallObserver):
-    """Ends a call at its first graph, before that runs: which one a call reaches, without side effects."""
-
-    def entering(self, callable_: ReachedCallable, args: tuple[Any, ...]) -> None:
-        self.reached.append(ReachedCall(callable_, args, (), None))
-        raise _Entered
-
-
 class GraphChecks(CallObserver):
     """Observes one step through Dynamo or one capture, and checks each graph before it runs.
 
@@ -519,6 +506,54 @@ class GraphChecks(CallObserver):
         """Check a graph that is about to run, together with those before it."""
         # guard: manager_mixing_of_sizes
         self._model.check_graphs([*self.reached, ReachedCall(callable_, args, (), None)], self._inputs)
+
+
+class fields_named:  # noqa: N801 - a context manager, named like one
+    """Translate the error of an op that reads a missing field of ``metadata`` into a ContextError with the builder."""
+
+    __slots__ = ("_builder", "_metadata")
+
+    def __init__(self, builder: AttentionMetadataBuilder | None, metadata: Any) -> None:
+        self._builder, self._metadata = builder, metadata
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is None or self._metadata is None:
+            return
+        for cause in _chain(error):
+            field = _field_of(cause, self._metadata)
+            if field is not None:
+                place = nnmodules.place_of_failure(cause) or "read while the model runs"
+                raise _missing(self._builder, self._metadata, field, place) from error
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and its causes, the latest first."""
+    seen: set[int] = set()
+    following: BaseException | None = error
+    while following is not None and id(following) not in seen:
+        seen.add(id(following))
+        yield following
+        following = following.__cause__ or following.__context__
+
+
+def _field_of(error: BaseException, metadata: Any) -> str | None:
+    """The missing field of ``metadata`` that ``error`` names; None if the error has another reason."""
+    if isinstance(error, AttributeError) and error.obj is metadata:  # guard: manager_metadata_fields
+        return str(error.name)
+    is_key = isinstance(error, KeyError) and isinstance(metadata, Mapping) and len(error.args) == 1
+    return str(error.args[0]) if is_key and error.args[0] not in metadata else None
+
+
+def _missing(builder: object, metadata: Any, field: str, place: str) -> ContextError:
+    return ContextError(
+        f"attention metadata has no field {field!r}",
+        expected=f"{type(builder).__name__}.build() to return every field that the model's attention reads",
+        found=f"a {type(metadata).__name__} without it; {place}",
+        remedy=f"add {field!r} to {type(metadata).__name__}, for steps with a key and without",
+    )
 
 
 def _written_by(call: ReachedCall) -> list[Any]:
