@@ -117,8 +117,7 @@ def _captured(
     trace = PaddingPasses.of(parts, settings, entries) if parts.has_symbols() else None
     dynamo.forget_arguments(traced.whole.graph)
     compiled = _compiled(name, parts, sizes, trace, runtime, settings)
-    cache = runtime.owned(CallableCache)
-    known = cache.find(traced.key, compiled.by_name)
+    known = (cache := runtime.owned(CallableCache)).find(traced.key, compiled.by_name)
     if known is not None:
         runtime.retraced(known.name)
         return known
