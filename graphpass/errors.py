@@ -120,6 +120,16 @@ class AgreementError(GraphpassError, RuntimeError):
     """Data-parallel ranks cannot agree on a step: one died, failed, timed out, or has another configuration."""
 
 
+def unreachable(cause: str) -> AgreementError:
+    """The error of a rank that has waited for the others."""
+    return AgreementError(
+        "the other ranks cannot be reached",
+        expected="an answer from every rank within the timeout",
+        found=cause,
+        remedy="find out why a rank ended, hung, or called another method; then restart all ranks",
+    )
+
+
 class DeviceError(GraphpassError, RuntimeError):
     """Tensors are on a combination of devices that one callable does not support."""
 

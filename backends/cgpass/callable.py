@@ -40,9 +40,10 @@ class GraphedCallable:
         self.side_effects, self.traces, self.returns_flat = graph.side_effects, graph.traces, graph.returns_flat
         self.code, self.ends_early = graph.code, None if ends is None else f"graph break: {ends}"
         self.partition, self.runtime = graph.partition, runtime
-        if settings.ranks is not None and calls_collectives(graph.partition):
-            group = processgroups.group_of(nodes_of(graph.partition))
-            runtime.lockstep[self.name] = runtime.owned(LockstepGroups)[group]
+        if calls_collectives(graph.partition):
+            processgroups.close_before_groups(runtime)
+            if settings.ranks is not None:
+                runtime.lockstep[self.name] = runtime.owned(LockstepGroups).of(list(nodes_of(graph.partition)))
         self._used, self._appended = tuple(graph.used_argument_positions), graph.appended
         self._wrapped = graph.wrapped
         self._modes = settings.runtime_modes()

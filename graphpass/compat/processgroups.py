@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
+import socket
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import distributed, fx
+from torch.distributed import _symmetric_memory
 
 from graphpass.compat import trees
+from graphpass.errors import unreachable
 
 COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of the collectives in graphs, which return tensors."""
@@ -29,7 +34,10 @@ def group_named(name: str) -> Any:
 
 def finished(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The results of a collective once they are there."""
-    return trees.map_tensors(torch.ops._c10d_functional.wait_tensor, collective(*args, **kwargs))
+    try:
+        return trees.map_tensors(torch.ops._c10d_functional.wait_tensor, collective(*args, **kwargs))
+    except RuntimeError as error:
+        raise unreachable(str(error).strip().split("\n")[0]) from error
 
 
 def timeout_s(group: Any) -> float:
@@ -41,16 +49,36 @@ def timeout_s(group: Any) -> float:
 
 
 class _Finalized:
-    """What ``destroy_process_group`` of the default group calls before it ends any communicator."""
+    """What ``destroy_process_group`` calls before it ends any communicator, where this torch has a list of those."""
 
-    def __init__(self, action: Callable[[], object]) -> None:
-        self.finalize = action
+    def __init__(self, owner: Any) -> None:
+        self._owner = weakref.ref(owner)
+
+    def finalize(self) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.close()
 
 
-def before_destruction(action: Callable[[], object]) -> bool:
-    """Call ``action`` once before the default group is destroyed; returns whether this torch can do that."""
-    known = getattr(distributed.distributed_c10d._world, "comms", None)
-    if known is None:
-        return False
-    known.append(_Finalized(action))
-    return True
+def close_before_groups(owner: Any) -> None:
+    """Close ``owner``, to which only a weak reference is kept, before the default group or the process ends.
+
+    A communicator that NCCL has captured in a graph waits at its end for the end of the graph.
+    """
+    closing = _Finalized(owner)
+    getattr(distributed.distributed_c10d._world, "comms", []).append(closing)  # guard: closed_before_groups
+    atexit.register(closing.finalize)
+
+
+def facts_of(group: Any) -> dict[str, Any]:
+    """What this rank says of a group before a capture, see ``graphpass.ranks.preflight``."""
+    group = group or distributed.group.WORLD
+    kind = torch.device("cuda" if "cuda" in {device.type for device in group._device_types} else "cpu")
+    backend = group._get_backend(kind)
+    is_nccl = backend.name() == "nccl"
+    return {
+        "node": socket.gethostname(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if is_nccl else "",
+        "is_warm": not is_nccl or backend._get_sequence_number_for_group() > 0,
+        "is_symmetric": _symmetric_memory.is_symm_mem_enabled_for_group(group.group_name),
+    }

@@ -18,7 +18,7 @@ import torch
 
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.settings import replay_settings
-from graphpass.compat import operators, trees
+from graphpass.compat import operators, processgroups, trees
 from graphpass.context import entered
 from graphpass.dispatch.dispatcher import CudagraphDispatcher
 from graphpass.dispatch.dispatchkeys import Dispatch, DispatchReason
@@ -119,8 +119,11 @@ class CudaGraphManager:
             idle_tokens = min(IDLE_TOKENS, self._inputs.largest["num_tokens"])
             self._ranks = AgreedSteps(agreement, dispatcher, configuration, idle_tokens=idle_tokens)
         together: AgreedSteps | Lockstep | None = self._ranks
-        if together is None and self._model.settings.ranks is not None:
-            together = self.runtime.owned(LockstepGroups)[""]
+        #: seconds that a step may wait for other ranks; None if it waits for none
+        self.timeout_s = None if agreement is None else agreement.timeout_s
+        if self._model.settings.ranks is not None:
+            together = together or self.runtime.owned(LockstepGroups).of()
+            self.timeout_s = processgroups.timeout_s(None)
         self._captured = CapturedKeys(self._model, together, owns_runtime=runtime is None)
         self._fields = frozenset(dispatcher.capture_fields)
         self._ledger = Ledger()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from graphpass.errors import AgreementError, OptionError
+from graphpass.errors import AgreementError, OptionError, unreachable
 
 
 class DataParallelAgreement:
@@ -30,6 +31,7 @@ class DataParallelAgreement:
     Attributes:
         rank: rank of this process in the group.
         num_ranks: number of ranks in the group. With one rank no collective runs.
+        timeout_s: seconds that a rank waits for the others.
 
     Raises:
         AgreementError: torch.distributed is not initialised, this process is not in the group, or a rank is missing.
@@ -59,7 +61,7 @@ class DataParallelAgreement:
                 found=f"rank {distributed.get_rank()}, which the group does not include",
                 remedy="pass the data-parallel group of this process",
             )
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._broken: str | None = None
         self._group: distributed.ProcessGroup | None = None
         if self.num_ranks > 1:
@@ -69,7 +71,7 @@ class DataParallelAgreement:
         gloo_group: distributed.ProcessGroup = distributed.new_group(
             distributed.get_process_group_ranks(group),
             backend="gloo",
-            timeout=timedelta(seconds=self._timeout_s),
+            timeout=timedelta(seconds=self.timeout_s),
             use_local_synchronization=True,
         )
         return gloo_group
@@ -101,13 +103,13 @@ class DataParallelAgreement:
     def _communicated(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run one collective. After a failure the ranks may be in different collectives, so no more are run."""
         if self._broken is not None:
-            raise _unreachable(self._broken)
+            raise unreachable(self._broken)
         self._broken = "an earlier collective was interrupted"
         try:
             result = collective(*args, **kwargs)
         except RuntimeError as error:
             self._broken = str(error).strip().split("\n")[0]
-            raise _unreachable(self._broken) from error
+            raise unreachable(self._broken) from error
         self._broken = None
         return result
 
@@ -126,13 +128,22 @@ class DataParallelAgreement:
         self.close()
 
 
-def _unreachable(cause: str) -> AgreementError:
-    return AgreementError(
-        "the other ranks cannot be reached",
-        expected="an answer from every rank within the timeout",
-        found=cause,
-        remedy="find out why a rank ended, hung, or called another method; then restart all ranks",
-    )
+def wait_for(event: Any, timeout_s: float | None) -> None:
+    """Wait for an event of the device; with other ranks in its work at most ``timeout_s``.
+
+    The watchdog of NCCL does not see the collectives of a replay, so that only a poll finds out that a rank is gone.
+
+    Raises:
+        AgreementError: the event has not come by then.
+    """
+    if timeout_s is None:
+        event.synchronize()
+        return
+    until = time.monotonic() + timeout_s
+    while not event.query():
+        if time.monotonic() > until:
+            raise unreachable(f"the device has waited {timeout_s:g} s in a step")
+        time.sleep(0)
 
 
 class RankRows:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import fx
 
 from graphpass.compat import processgroups
 from graphpass.errors import AgreementError, CaptureError
 from graphpass.ranks.group import DataParallelAgreement
+from graphpass.ranks.preflight import would_hang
 
 _WARMING = 1
 """The agreements before a warm-up, which runs collectives. A capture agrees before it, after it, and at its end."""
@@ -27,7 +31,8 @@ class Lockstep:
 
     def __init__(self, group: str = "", agreement: DataParallelAgreement | None = None) -> None:
         self._group, self._agreement = group, agreement
-        self._what, self._passed = "", 0
+        self._what, self._passed, self._is_checked = "", 0, False
+        self.symmetric: set[str] = set()  #: operators over symmetric memory in the graphs
         self._apart: AgreementError | None = None  # why no call can be made together any more
         self._raised: CaptureError | None = None  # on all ranks but those that failed
 
@@ -55,7 +60,21 @@ class Lockstep:
     def passed(self) -> None:
         """Wait until every rank has come as far in its capture as this one; raises if one has failed."""
         self._exchange()
+        if self._passed == _WARMING and not self._is_checked:
+            for reason in would_hang(self.facts(), self.symmetric):
+                self._raised = CaptureError(
+                    f"{self._what} would hang",
+                    expected="ranks that can capture",
+                    found=reason.why,
+                    remedy=reason.remedy,
+                )
+                raise self._raised
+            self._is_checked = True
         self._passed += 1
+
+    def facts(self) -> list[Any]:
+        """What each rank says of the group, see :func:`graphpass.ranks.preflight.would_hang`."""
+        return self._agreed().exchange_objects(processgroups.facts_of(processgroups.group_named(self._group)))
 
     def most(self, number: int) -> int:
         """The greatest ``number`` of all ranks, each of which calls this."""
@@ -65,6 +84,12 @@ class Lockstep:
         """Whether a rank wants to stop capturing keys, of which ``num_left`` are left."""
         return bool(self.most(int(wants_to)))
 
+    def _agreed(self) -> DataParallelAgreement:
+        if self._agreement is None:
+            group = processgroups.group_named(self._group)
+            self._agreement = DataParallelAgreement(group, timeout_s=processgroups.timeout_s(group))
+        return self._agreement
+
     def _exchange(self, error: BaseException | None = None, number: int = 0) -> int:
         if self._apart is not None:
             raise self._apart
@@ -72,13 +97,11 @@ class Lockstep:
         if error is not None:
             state = _FAILED_BETWEEN if self._passed == _WARMING else _FAILED
         try:
-            if self._agreement is None:
-                group = processgroups.group_named(self._group)
-                self._agreement = DataParallelAgreement(group, timeout_s=processgroups.timeout_s(group))
-            rows = self._agreement.exchange([state, place, number])
+            agreement = self._agreed()
+            rows = agreement.exchange([state, place, number])
             failed = [rank for rank, row in enumerate(rows) if row[0]]
             texts = (
-                self._agreement.exchange_objects("" if error is None else f"{type(error).__name__}: {error}")
+                agreement.exchange_objects("" if error is None else f"{type(error).__name__}: {error}")
                 if failed
                 else []
             )
@@ -104,11 +127,13 @@ class Lockstep:
 
 
 class LockstepGroups(dict[str, Lockstep]):
-    """{name of a group: its ranks} of a runtime; a group whose name is missing gets its ranks."""
+    """{name of a group: its ranks} of a runtime."""
 
-    def __missing__(self, group: str) -> Lockstep:
-        found = self[group] = Lockstep(group)
-        return found
+    def of(self, nodes: Sequence[fx.Node] = ()) -> Lockstep:
+        """The ranks whose collectives are among the nodes; all ranks, where that is not known."""
+        ranks = self.setdefault(group := processgroups.group_of(nodes), Lockstep(group))
+        ranks.symmetric |= {str(node.target) for node in nodes if "symm_mem" in str(node.target)}
+        return ranks
 
 
 def _apart(problem: str, found: str) -> AgreementError:

@@ -98,7 +98,7 @@ class Generation:
         )
         device = last_rows.device
         self._runs_ahead = (device.type == "cuda" and not draft_tokens) if run_ahead is None else run_ahead
-        self._tensors = StepTensors(max_num_tokens, last_rows.shape, device, self._adapters)
+        self._tensors = StepTensors(max_num_tokens, last_rows.shape, device, self._adapters, manager.timeout_s)
         self._num_steps = self._num_tokens = 0
         self._pending: StepPlan | None = None
         self._open: set[Request] = set()

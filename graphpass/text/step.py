@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from graphpass.ranks.group import wait_for
 from graphpass.text.lora import ORDER, SLOTS, LoraAdapters
 from graphpass.text.paged.metadata import pinned_memory
 from graphpass.text.scheduler import Ints, StepPlan
@@ -30,7 +31,9 @@ class StepTensors:
         last_rows: Sequence[int],
         device: torch.device,
         adapters: LoraAdapters | None = None,
+        timeout_s: float | None = None,
     ) -> None:
+        self._timeout_s = timeout_s  # of other ranks, which a step waits for
         max_num_reqs, *self._last_shape = last_rows
         self._num_last = self._last_shape[0] if self._last_shape else 1
         self._device, self._adapters = device, adapters
@@ -111,7 +114,7 @@ class StepTensors:
         """The tokens of the earliest step that was not read yet, one per row; waits for that step only."""
         host, copied = self._pending.popleft()
         if copied is not None:
-            copied.synchronize()
+            wait_for(copied, self._timeout_s)
         tokens: list[int] = host.tolist()
         return tokens
 

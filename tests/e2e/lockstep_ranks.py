@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -14,6 +16,7 @@ from torch import distributed, nn
 import graphpass as gp
 from graphpass.capture import recorder
 from graphpass.capture.tape import TapeDevice
+from tests.e2e.data_parallel_ranks import refusal
 
 WIDTH, CALLS = 8, 1000
 FAILURES = {20: 0, 120: 1, 350: 0, 500: 1}
@@ -96,3 +99,42 @@ def lockstep(rank: int) -> dict[str, Any]:
         for name, (group, seed) in groups.items()
         for mode, options in (("whole", {}), ("regions", pieces))
     }
+
+
+def dying(rank: int) -> dict[str, Any]:
+    """One rank dies between two replays."""
+    model = Halved(distributed.group.WORLD).eval()
+    fast = torch.compile(model, backend="cgpass", options={"compiler": "aot_eager", "ranks": "lockstep"})
+    x = torch.ones(3, WIDTH)
+    with torch.no_grad():
+        for _ in range(3):
+            fast(x)
+        if rank == 1:
+            os._exit(7)
+        seen = refusal(lambda: [fast(x) for _ in range(2)])
+    return {"replayed": gp.runtime_of(fast).stats().replayed, "one dies": seen}
+
+
+def ending(closes: bool) -> None:
+    """A program with captured collectives, as a user writes it."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    fast = torch.compile(
+        Halved(distributed.group.WORLD).eval(),
+        backend="cgpass",
+        options={"compiler": "aot_eager", "ranks": "lockstep"},
+    )
+    with torch.no_grad():
+        for _ in range(3):
+            fast(torch.ones(3, WIDTH))
+    runtime = gp.runtime_of(fast)
+    assert runtime.stats().replayed == 2
+    if closes:
+        runtime.close()
+    drops = mock.Mock(wraps=runtime.lease.close)
+    with mock.patch.object(runtime.lease, "close", drops):
+        distributed.destroy_process_group()
+    sys.stdout.write("closed" if drops.called else "not closed")
+
+
+if __name__ == "__main__":
+    ending(sys.argv[1] == "close")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from tests.e2e.data_parallel_ranks import NUM_RANKS, STEPS, Seen, agreeing, main, parting
-from tests.e2e.lockstep_ranks import lockstep
+from tests.e2e.lockstep_ranks import dying, lockstep
 
 LIMIT_S = 120
 """A bound on what would hang, far above what it takes."""
@@ -137,3 +139,20 @@ def test_ranks_in_lockstep_decide_alike_over_two_thousand_calls(four: Callable[.
             own = [key for key in first["counts"] if "exact" in key]
             assert len(own) >= 3, name
             assert sum(captured == 0 for captured, _ in first["counts"].values()) >= 1, "captures that failed"
+
+
+def test_a_rank_that_dies_in_lockstep_is_an_error_in_the_replay_of_the_others(four: Callable[..., Any]) -> None:
+    seen, codes = four(dying)
+    assert codes == [0, 7, 0, 0]
+    for rank in (0, 2, 3):
+        assert seen[rank]["replayed"] >= 2
+        assert seen[rank]["one dies"][0] == "AgreementError"
+        assert "the other ranks cannot be reached" in seen[rank]["one dies"][1]
+
+
+@pytest.mark.parametrize("how", ["close", "leave"])
+def test_a_program_with_captured_collectives_ends(how: str) -> None:
+    command = [sys.executable, "-m", "tests.e2e.lockstep_ranks", how]
+    ended = subprocess.run(command, timeout=LIMIT_S, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "closed", "graphs go before the communicators, which wait for them"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,12 +14,22 @@ import torch
 import cgpass.callable
 import graphpass as gp
 from cgpass import keyrules, paddingcheck
+from graphpass.compat import processgroups
 from graphpass.errors import AgreementError, CaptureError, OptionError
+from graphpass.ranks.group import wait_for
 from graphpass.ranks.lockstep import Lockstep, LockstepGroups
+from graphpass.ranks.preflight import would_hang
 from tests.unit.cgpass.test_padding_contents import lie
 from tests.unit.ranks.test_conversation import Meeting, Thread
 
 READY, WARM, END = range(3)
+FACTS = {"node": "a", "nccl": "2.27.7", "is_warm": True, "is_symmetric": False}
+
+
+@pytest.fixture(autouse=True)
+def facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process group is there to be asked."""
+    monkeypatch.setattr(processgroups, "facts_of", lambda group: FACTS)
 
 
 class Threads:
@@ -84,6 +95,26 @@ def test_the_greatest_number_of_all_ranks_counts() -> None:
     assert threads.each(lambda ranks, rank: ranks.stops(rank == 1, 3)) == [True, True]
 
 
+@pytest.mark.parametrize(
+    ("others", "operators", "found"),
+    [
+        ({}, (), []),
+        ({"node": "b", "nccl": "2.28.9"}, (), ["different versions of NCCL: 2.27.7 on a, 2.28.9 on b"]),
+        ({"is_warm": False}, (), ["would make the communicator of rank 1"]),
+        ({}, ("symm_mem.one_shot_all_reduce",), ["symm_mem.one_shot_all_reduce would register symmetric memory"]),
+    ],
+)
+def test_what_would_hang_is_known_before_a_capture(
+    others: dict[str, Any], operators: tuple[str, ...], found: list[str]
+) -> None:
+    reasons = list(would_hang([FACTS, FACTS | others], operators))
+    assert [part in str(reason) for part, reason in zip(found, reasons, strict=True)] == [True] * len(found)
+    threads = Threads()
+    threads.ranks[0].symmetric = threads.ranks[1].symmetric = set(operators)
+    if operators:
+        assert threads.capture() == [CaptureError] * 2
+
+
 def test_variants_are_not_tuned_in_lockstep() -> None:
     with pytest.raises(OptionError, match="each rank would keep another variant"):
         gp.options.options(ranks="lockstep", tune="measure")
@@ -98,6 +129,9 @@ class Another:
     def exchange(self, row: list[int]) -> list[list[int]]:
         self.num_exchanges += 1
         return [row, [0, row[1], self.number]]
+
+    def exchange_objects(self, value: object) -> list[object]:
+        return [value, value]
 
 
 class InLockstep:
@@ -163,3 +197,27 @@ def test_no_replay_waits_for_another_rank_and_a_size_gets_its_graph_by_counts(mo
     changed = [call for call, (one, other) in enumerate(itertools.pairwise(seen), 1) if one != other]
     assert changed == [1, 17], seen
     assert seen[-1][0] == 2
+
+
+class Event:
+    """An event of the device that comes after so many questions."""
+
+    def __init__(self, polls: float) -> None:
+        self.polls, self.is_waited = polls, False
+
+    def query(self) -> bool:
+        self.polls -= 1
+        return self.polls < 0
+
+    def synchronize(self) -> None:
+        self.is_waited = True
+
+
+def test_a_step_that_waits_for_a_rank_that_is_gone_is_an_error() -> None:
+    alone, late, never = Event(0), Event(3), Event(math.inf)
+    wait_for(alone, None)
+    wait_for(late, 60)
+    assert alone.is_waited
+    assert late.polls == -1
+    with pytest.raises(AgreementError, match=r"the device has waited 0\.01 s"):
+        wait_for(never, 0.01)
