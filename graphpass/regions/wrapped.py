@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -113,7 +114,7 @@ def _rebuild(node: fx.Node, plain: Sequence[fx.Node], users: Sequence[fx.Node]) 
 
 
 def _size(node: fx.Node, plain: Sequence[fx.Node], size: torch.SymInt) -> fx.Node:
-    """A node for a size: an input, or a size or a stride of a plain tensor."""
+    """A node for a size: an input, or a multiple of a size or stride of a plain tensor, of which a rank has a part."""
     expression: Any = symbolic.expression_of(size)
     known = symbol_placeholders(node.graph).get(expression)
     if known is not None:
@@ -121,8 +122,10 @@ def _size(node: fx.Node, plain: Sequence[fx.Node], size: torch.SymInt) -> fx.Nod
     for part in plain:
         for op, numbers in _SIZES:
             for dim, number in enumerate(numbers(value_of(part))):
-                if symbolic.expression_of(number) == expression:
-                    return _made(node, op, (part, dim), size, repeated=True)
+                times = sympy.sympify(expression) / symbolic.expression_of(number)
+                if times.is_Integer:  # guard: wrapper_sharded_sizes
+                    read = _made(node, op, (part, dim), number, repeated=True)
+                    return read if times == 1 else _made(node, operator.mul, (read, int(times)), size, repeated=True)
     raise refused_wrapper(node, f"has the size {size}, which no tensor in it has", "compile with dynamic=False")
 
 

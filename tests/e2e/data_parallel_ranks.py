@@ -206,14 +206,14 @@ def parting(rank: int) -> dict[str, Any]:
     return seen
 
 
-def main(rank: int, what: Callable[[int], dict[str, Any]], folder: Path) -> None:
+def main(rank: int, what: Callable[[int], dict[str, Any]], folder: Path, num_ranks: int) -> None:
     """One process."""
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo",
         init_method=f"file://{folder / 'store'}",
         rank=rank,
-        world_size=NUM_RANKS,
+        world_size=num_ranks,
         timeout=datetime.timedelta(seconds=60),
     )
     torch.save(what(rank), folder / f"rank{rank}.pt")

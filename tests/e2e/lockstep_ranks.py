@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,6 +18,7 @@ from torch import distributed, nn
 import graphpass as gp
 from graphpass.capture import recorder
 from graphpass.capture.tape import TapeDevice
+from graphpass.text import CausalLM
 from tests.e2e.data_parallel_ranks import refusal
 
 WIDTH, CALLS = 8, 1000
@@ -99,6 +102,33 @@ def lockstep(rank: int) -> dict[str, Any]:
         for name, (group, seed) in groups.items()
         for mode, options in (("whole", {}), ("regions", pieces))
     }
+
+
+def decoding(folder: Path, rank: int) -> dict[str, Any]:
+    """A stock decoder by its own ``tp_plan``: its own tokens, those of a paged engine, and calls of one argument."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(distributed.get_world_size()))
+    config = importlib.import_module("transformers.distributed").DistributedConfig(tp_plan="auto")
+    auto = importlib.import_module("transformers").AutoModelForCausalLM
+    model = auto.from_pretrained(folder, distributed_config=config).eval()
+    prompts = [[5, 6, 7], list(range(1, 9))]
+    with torch.no_grad():
+        own = [
+            model.generate(torch.tensor([p]), max_new_tokens=6, do_sample=False)[0, len(p) :].tolist() for p in prompts
+        ]
+    with closing(CausalLM(model, max_num_reqs=2, max_num_tokens=16, max_seq_len=32, ranks="lockstep")) as engine:
+        tokens = engine.generate(prompts, max_new_tokens=6)
+        full = sum(str(key.captured.mode) == "FULL" and key.replays > 0 for key in engine.stats().keys)
+    options = {"compiler": "aot_eager", "ranks": "lockstep"}
+    fast = torch.compile(model, backend="cgpass", dynamic=True, options=options)
+    equal = []
+    with torch.no_grad():
+        for size in (5, 7, 6, 8, 6, 7, 5, 8):
+            ids = torch.arange(size)[None]
+            equal.append(
+                torch.allclose(fast(ids, use_cache=False).logits, model(ids, use_cache=False).logits, atol=1e-4)
+            )
+    replayed = gp.runtime_of(fast).stats().replayed
+    return {"own": own, "tokens": tokens, "full": full, "replayed": replayed, "equal": all(equal)}
 
 
 def dying(rank: int) -> dict[str, Any]:

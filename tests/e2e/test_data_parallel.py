@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import subprocess
 import sys
@@ -13,7 +14,8 @@ import pytest
 import torch
 
 from tests.e2e.data_parallel_ranks import NUM_RANKS, STEPS, Seen, agreeing, main, parting
-from tests.e2e.lockstep_ranks import dying, lockstep
+from tests.e2e.lockstep_ranks import decoding, dying, lockstep
+from tests.e2e.small_decoders import small_decoder
 
 LIMIT_S = 120
 """A bound on what would hang, far above what it takes."""
@@ -23,11 +25,11 @@ LIMIT_S = 120
 def four(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[dict[str, Any]], list[Any]]]:
     """Run something in four processes: what each saw, where it came to its end, and the exit codes."""
 
-    def run(what: Callable[[int], dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:
+    def run(what: Callable[[int], dict[str, Any]], num: int = NUM_RANKS) -> tuple[list[dict[str, Any]], list[Any]]:
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.e2e.lockstep_ranks"])  # torch is imported once for all of them
-        ranks = [context.Process(target=main, args=(rank, what, tmp_path)) for rank in range(NUM_RANKS)]
+        ranks = [context.Process(target=main, args=(rank, what, tmp_path, num)) for rank in range(num)]
         for process in ranks:
             process.start()
         for process in ranks:
@@ -35,7 +37,7 @@ def four(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple
         codes = [process.exitcode for process in ranks]
         for process in ranks:
             process.kill()
-        files = [tmp_path / f"rank{rank}.pt" for rank in range(NUM_RANKS)]
+        files = [tmp_path / f"rank{rank}.pt" for rank in range(num)]
         return [torch.load(file, weights_only=False) if file.exists() else {} for file in files], codes
 
     return run
@@ -156,3 +158,16 @@ def test_a_program_with_captured_collectives_ends(how: str) -> None:
     ended = subprocess.run(command, timeout=LIMIT_S, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "closed", "graphs go before the communicators, which wait for them"
+
+
+def test_a_decoder_by_tp_plan_has_the_tokens_of_its_own_generate_on_two_ranks(
+    four: Callable[..., Any], tmp_path: Path
+) -> None:
+    small_decoder("LlamaForCausalLM").save_pretrained(tmp_path)
+    seen, codes = four(functools.partial(decoding, tmp_path), 2)
+    assert codes == [0, 0]
+    assert seen[0] == seen[1]
+    assert seen[0]["tokens"] == seen[0]["own"]
+    assert seen[0]["full"] >= 1
+    assert seen[0]["replayed"] == 6
+    assert seen[0]["equal"]

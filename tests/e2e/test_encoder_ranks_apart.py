@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from graphpass import EncoderCudaGraphManager, EncoderOptions
-from graphpass.encoder import PackingCosts
+from graphpass.encoder import PackingCosts, sharding
 from graphpass.encoder.protocol import EncoderItems, EncoderOutput
 from graphpass.errors import AgreementError
 from tests.unit.encoder import toy
@@ -89,6 +89,7 @@ def given_other_items(rank: int) -> Any:
 
 def on_rank(rank: int, folder: str, of_rank: Any, num_ranks: int, timeout_s: float) -> None:
     torch.set_num_threads(1)
+    sharding.LEAST_SAVED = 0  # the images here are small
     store = dist.FileStore(f"{folder}/store", num_ranks)
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)

@@ -12,7 +12,7 @@ import torch
 
 from graphpass.regions.padding.calls import OpCall, Returned, Unknown
 from graphpass.regions.padding.combining import without_dims
-from graphpass.regions.padding.pointwise import broadcast
+from graphpass.regions.padding.pointwise import broadcast, over_ranks
 from graphpass.regions.padding.sizes import Regrouping, as_size, product
 from graphpass.regions.padding.values import (
     Factors,
@@ -103,6 +103,13 @@ def repeat(call: OpCall) -> PaddedValue:
         before, after = call.places(value, [dim]), call.places(result, [dim + offset])
         to.update(zip(before, after[len(after) - len(before) :], strict=True))
     return result.with_pads({to[place]: pad for place, pad in value.padding})
+
+
+def gathered(call: OpCall) -> PaddedValue:
+    """The entries of all ranks, one rank after the other along the first dimension."""
+    value = over_ranks(call)
+    repeats = (call.argument("group_size"), *(1,) * (value.rank - 1))
+    return repeat(replace(call, arguments={"self": value, "repeats": repeats}))
 
 
 def triangle(call: OpCall) -> PaddedValue:

@@ -180,6 +180,7 @@ _REGROUPS: list[tuple[PaddingRule, str]] = [
     (rearranging.permute, "permute transpose t movedim | transpose"),
     (rearranging.expand, "expand | broadcast_in_dim"),
     (rearranging.repeat, "repeat"),
+    (rearranging.gathered, "_c10d_functional::all_gather_into_tensor"),
     (rearranging.diagonal, "diagonal"),
     (rearranging.triangle, "tril triu"),
 ]

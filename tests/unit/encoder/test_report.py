@@ -158,6 +158,7 @@ def test_no_rank_has_much_more_than_it_has_to(sizes: list[int], num_ranks: int) 
 def test_shares_are_balanced_by_what_is_read(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by what is returned: of patches one item has as many as the three others."""
     monkeypatch.setattr(sharding, "gather_rows", lambda own, *_: tuple(own))
+    monkeypatch.setattr(sharding, "LEAST_SAVED", 20)
     specs = [EncoderItemSpec(10, 7), EncoderItemSpec(11, 7), EncoderItemSpec(30, 1), EncoderItemSpec(9, 7)]
     asked: list[int] = []
 
@@ -168,6 +169,10 @@ def test_shares_are_balanced_by_what_is_read(rank: int, monkeypatch: pytest.Monk
     agreement = Mock(rank=rank, num_ranks=2, exchange=lambda row: [list(row)] * 2)
     encoded_by_all(lambda: specs, [torch.empty(0, 3)], None, agreement, encode)
     assert sorted(asked) == [[2], [0, 1, 3]][rank]
+    asked.clear()
+    monkeypatch.setattr(sharding, "LEAST_SAVED", 31)  # the other share has 30 of 60 patches
+    encoded_by_all(lambda: specs, [torch.empty(0, 3)], None, agreement, encode)
+    assert asked == [0, 1, 2, 3], "a small request stays whole"
 
 
 @pytest.mark.parametrize(("sizes", "num_ranks", "numbers"), [([1], 0, "num_ranks=0"), ([3, -1], 2, "smallest size -1")])
