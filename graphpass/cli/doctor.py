@@ -13,12 +13,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import distributed
 from torch.utils import collect_env
 
 import graphpass
 from graphpass.capture.runtime import NEWEST_TORCH, OLDEST_TORCH, torch_release
 from graphpass.cli.explain import quiet_compiler
 from graphpass.cli.usermodel import Result
+from graphpass.ranks.lockstep import Lockstep
+from graphpass.ranks.preflight import would_hang
 from graphpass.report.drawing import Heading, Part, Table
 from graphpass.text.paged.kernels import fault_in_place
 
@@ -30,12 +33,15 @@ def doctor(device: torch.device, *, tries: bool) -> Result:
     machine, compilers = _machine(device), _compilers()
     kernels = _attention(device)
     checks = _checks(device) if tries else []
+    ranks = facts_of_ranks(device)
     slow = list(_slow(device, machine, compilers, kernels))
+    slow += [("collectives in graphs", f"they hang: {reason.why}", reason.remedy) for reason in would_hang(ranks)]
     figures = {
         "machine": machine,
         "compilers": compilers,
         "attention": kernels,
         "checks": checks,
+        "ranks": ranks,
         "slow": [{"what": what, "why": why, "remedy": remedy} for what, why, remedy in slow],
     }
     failed = [check["name"] for check in checks if check["problem"] is not None]
@@ -48,11 +54,26 @@ def doctor(device: torch.device, *, tries: bool) -> Result:
             ("check", "seconds", "result"),
             tuple((check["name"], f"{check['seconds']:.2f}", check["problem"] or "passed") for check in checks),
         ),
+        Table("Ranks", ("rank", "node", "NCCL"), tuple((str(n), r["node"], r["nccl"]) for n, r in enumerate(ranks))),
         Heading("What will be slow here"),
         Table("Slow", ("what", "why", "what to do"), tuple(slow)),
         *(() if slow else ("Nothing that graphpass knows of.",)),
     )
     return Result("doctor", str(device), figures, parts, f"failed checks: {', '.join(failed)}" if failed else None)
+
+
+def facts_of_ranks(device: torch.device) -> list[Any]:
+    """What each rank says of collectives, see ``graphpass.ranks.preflight``; empty if ``torchrun`` started none."""
+    if not distributed.is_torchelastic_launched():
+        return []
+    if device.type == "cuda":
+        torch.cuda.set_device(distributed.get_node_local_rank())
+    distributed.init_process_group()
+    try:
+        distributed.all_reduce(torch.ones(1, device=device.type))
+        return Lockstep().facts()
+    finally:
+        distributed.destroy_process_group()
 
 
 def _shown(value: Any) -> str:

@@ -342,12 +342,21 @@ QUICK = ("--compiler", "eager", "--rounds", 2, "--calls", 1, "--device", "cpu")
 
 def test_doctor_says_what_is_slow(command: Command) -> None:
     figures = figures_of(command, "doctor", "--no-try", "--device", "cpu")
-    assert sorted(figures) == ["attention", "checks", "command", "compilers", "failure", "machine", "slow"]
+    assert sorted(figures) == ["attention", "checks", "command", "compilers", "failure", "machine", "ranks", "slow"]
     assert figures["machine"]["torch"] == torch.__version__
     assert figures["attention"]["math"] is True
     assert "replays" in [row["what"] for row in figures["slow"]]
     assert all(row["remedy"] for row in figures["slow"])
     assert figures["checks"] == []
+
+
+def test_doctor_says_which_collectives_hang(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"node": "a", "nccl": "2.27.7", "is_warm": True, "is_symmetric": False}
+    monkeypatch.setattr(doctor, "facts_of_ranks", lambda device: [facts, facts | {"node": "b", "nccl": "2.28.9"}])
+    found = figures_of(command, "doctor", "--no-try", "--device", "cpu")
+    (row,) = [row for row in found["slow"] if row["what"] == "collectives in graphs"]
+    assert row["why"] == "they hang: the ranks have different versions of NCCL: 2.27.7 on a, 2.28.9 on b"
+    assert [rank["node"] for rank in found["ranks"]] == ["a", "b"]
 
 
 def test_a_failed_check_is_exit_code_1(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,7 +231,7 @@ class TestCaptures:
 class Written:
     """The first of two ranks; what the second brings is written in advance. Stands in for an agreement."""
 
-    rank, num_ranks = 0, 2
+    rank, num_ranks, timeout_s = 0, 2, 60.0
 
     def __init__(self) -> None:
         self.other = RankBatch()
