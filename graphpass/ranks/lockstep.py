@@ -62,13 +62,7 @@ class Lockstep:
         self._exchange()
         if self._passed == _WARMING and not self._is_checked:
             for reason in would_hang(self.facts(), self.symmetric):
-                self._raised = CaptureError(
-                    f"{self._what} would hang",
-                    expected="ranks that can capture",
-                    found=reason.why,
-                    remedy=reason.remedy,
-                )
-                raise self._raised
+                raise self._failure("would hang", reason.why, reason.remedy)
             self._is_checked = True
         self._passed += 1
 
@@ -100,11 +94,7 @@ class Lockstep:
             agreement = self._agreed()
             rows = agreement.exchange([state, place, number])
             failed = [rank for rank, row in enumerate(rows) if row[0]]
-            texts = (
-                agreement.exchange_objects("" if error is None else f"{type(error).__name__}: {error}")
-                if failed
-                else []
-            )
+            texts = agreement.exchange_objects(f"{type(error).__name__}: {error}") if failed else []
             found = "; ".join(f"rank {rank}: {texts[rank]}" for rank in failed)
             # guard: lockstep_between_collectives
             if len(failed) < len(rows) and any(row[0] == _FAILED_BETWEEN for row in rows):
@@ -116,14 +106,14 @@ class Lockstep:
             self._apart = apart
             raise apart from error
         if failed and error is None:
-            self._raised = CaptureError(
-                f"{self._what} failed on rank {failed[0]}, so it fails on all",
-                expected="a capture on every rank",
-                found=found,
-                remedy="fix the error of that rank",
-            )
-            raise self._raised
+            raise self._failure(f"failed on rank {failed[0]}, so it fails on all", found, "fix the error of that rank")
         return max(row[2] for row in rows)
+
+    def _failure(self, problem: str, found: str, remedy: str) -> CaptureError:
+        """The error that every rank raises for itself, which is not told to the others."""
+        expected = "a capture that succeeds on every rank"
+        self._raised = CaptureError(f"{self._what} {problem}", expected=expected, found=found, remedy=remedy)
+        return self._raised
 
 
 class LockstepGroups(dict[str, Lockstep]):
