@@ -47,6 +47,7 @@ class KnownModel:
     """Keeps token ids where others keep keys, and answers for the last 1 + k tokens of each row, in one buffer."""
 
     vocab_size = VOCABULARY
+    timeout_s = None
 
     def __init__(
         self,
