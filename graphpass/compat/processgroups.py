@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import socket
 import weakref
 from collections.abc import Callable, Iterable
@@ -10,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import distributed, fx
-from torch.distributed import _symmetric_memory
 
 from graphpass.compat import trees
 from graphpass.errors import unreachable
@@ -80,5 +80,7 @@ def facts_of(group: Any) -> dict[str, Any]:
         "node": socket.gethostname(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if is_nccl else "",
         "is_warm": not is_nccl or backend._get_sequence_number_for_group() > 0,
-        "is_symmetric": _symmetric_memory.is_symm_mem_enabled_for_group(group.group_name),
+        "is_symmetric": importlib.import_module("torch.distributed._symmetric_memory").is_symm_mem_enabled_for_group(
+            group.group_name
+        ),
     }
