@@ -107,17 +107,15 @@ class CudaGraphManager:
         if offloader is not None:
             offloader.check_model(modules, self._inputs.device)
         self._lower_mode()
-        num_ranks = None if agreement is None else agreement.num_ranks
-        self._model = Model(model, dispatcher, self._inputs, self.runtime, options, attention, offloader, num_ranks)
-        self._ranks = None
+        ranks = None if agreement is None else agreement.num_ranks
+        self._model = Model(model, dispatcher, self._inputs, self.runtime, options, attention, offloader, ranks)
+        self._ranks: AgreedSteps | None = None
         if agreement is not None:
-            configuration = {
-                "inputs": self._inputs.described(),
-                "on_fallback": self._model.settings.on_fallback,
-                "compiler": self._model.settings.compiler,
-            }
-            idle_tokens = min(IDLE_TOKENS, self._inputs.largest["num_tokens"])
-            self._ranks = AgreedSteps(agreement, dispatcher, configuration, idle_tokens=idle_tokens)
+            settings = self._model.settings
+            configuration = {"on_fallback": settings.on_fallback, "compiler": settings.compiler}
+            configuration["inputs"] = self._inputs.described()
+            idle = min(IDLE_TOKENS, self._inputs.largest["num_tokens"])
+            self._ranks = AgreedSteps(agreement, dispatcher, configuration, idle_tokens=idle)
         together: AgreedSteps | Lockstep | None = self._ranks
         #: seconds that a step may wait for other ranks; None if it waits for none
         self.timeout_s = None if agreement is None else agreement.timeout_s
