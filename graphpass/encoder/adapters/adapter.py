@@ -37,7 +37,7 @@ _EXAMPLE_TOKENS_AN_IMAGE = 256
 _EXAMPLE_GRID, _EXAMPLE_IMAGES = (1, 16, 26), 5
 """The example for compilation. Inductor selects kernels by its sizes, which are those of typical batches."""
 _CONVOLUTIONS = (nn.Conv2d, nn.Conv3d)
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
+_TOLERANCE = {torch.float32: 5e-3, torch.float64: 5e-3}
 _TOLERANCE_OF_HALF = 5e-2
 
 
