@@ -35,8 +35,12 @@ def features(model: Any, prompt: Mapping[str, torch.Tensor], **named: Any) -> An
         return model.get_image_features(prompt["pixel_values"], prompt["image_grid_thw"], **named)
 
 
+def leaves(value: Any) -> list[torch.Tensor]:
+    return [value] if isinstance(value, torch.Tensor) else [leaf for part in value for leaf in leaves(part)]
+
+
 def flat(output: Any) -> dict[str, list[torch.Tensor]]:
-    return {name: [value] if isinstance(value, torch.Tensor) else list(value) for name, value in output.items()}
+    return {name: leaves(value) for name, value in output.items()}
 
 
 def assert_equal_features(found: Any, expected: Any) -> None:
