@@ -15,6 +15,7 @@ import graphpass as gp
 from graphpass import CUDAGraphWrapper
 from graphpass.capture import Counts
 from graphpass.capture.tape import call_compiled
+from graphpass.compat import processgroups
 from graphpass.errors import CaptureError
 
 X = torch.arange(8.0)
@@ -119,12 +120,31 @@ def reduced(x: torch.Tensor) -> torch.Tensor:
     return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x + 1, "sum", group.group_name))
 
 
-@pytest.mark.parametrize("region", [reduced_in_place, reduced])
-def test_a_collective_is_refused(rig: Any, one_rank: None, region: Any) -> None:
+def test_a_collective_on_its_argument_is_refused(rig: Any, one_rank: None) -> None:
     """Who waits for it is Python, which no replay runs."""
-    wrapper = rig.wrap(region)
-    with pytest.raises(CaptureError, match=r"op \S*all_?reduce\S* cannot be captured on the CPU tape"):
+    wrapper = rig.wrap(reduced_in_place)
+    with pytest.raises(CaptureError, match=r"op \S*allreduce\S* cannot be captured on the CPU tape"):
         rig.capture(wrapper, X)
+
+
+def test_a_collective_that_returns_its_result_is_a_step_that_waits(
+    rig: Any, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished, ran = processgroups.finished, list[str]()
+
+    def noted(collective: Any, *args: Any, **kwargs: Any) -> Any:
+        ran.append(str(collective))
+        return finished(collective, *args, **kwargs)
+
+    monkeypatch.setattr(processgroups, "finished", noted)
+    wrapper = rig.wrap(reduced)
+    rig.capture(wrapper, X)
+    recorded = ["_c10d_functional.all_reduce.default", "_c10d_functional.wait_tensor.default"]
+    assert ran == [*recorded, recorded[0]], "recorded, and replayed once"
+    for step in range(3):
+        assert torch.equal(rig.call(wrapper, X * step), X * step + 1)
+    assert ran[3:] == recorded[:1] * 3
+    assert wrapper.unwrap().calls == 2
 
 
 def test_a_compiled_op_is_a_leaf(rig: Any) -> None:
