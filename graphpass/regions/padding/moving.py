@@ -1,7 +1,7 @@
 """Rewrites of operators that move entries: each entry of the result is picked at its real place.
 
-The place is an expression over the real sizes and the index in the result. So nothing is said of padding, and whatever
-an operator does with places, such as a view that cuts through a padded size, becomes one index.
+The place is an expression over the real sizes and the index in the result. So whatever an operator does with places,
+such as a view that cuts through a padded size, becomes one index.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import sympy
 import torch
 
 from graphpass.compat import symbolic
-from graphpass.regions.padding.making import Making, Operands, Rewrite
-from graphpass.regions.padding.neutral import INDEX, REAL_ORDER, RESULTS
+from graphpass.regions.padding.making import Making, Operands, Rewrite, is_computed
+from graphpass.regions.padding.neutral import INDEX, REAL_ORDER, REAL_SIZE, RESULTS
 from graphpass.regions.padding.program import GETITEM, Ref
 from graphpass.regions.padding.sizes import is_zero_size, product
 from graphpass.regions.padding.values import PaddedValue, Size, TensorShape
@@ -86,12 +86,12 @@ def _along_dims(operands: Operands, dims: Sequence[int], place: Callable[[int, A
 
 
 def reflected(place: Any, size: Any) -> Any:
-    """The place of an entry before the first or behind the last one, where they are mirrors."""
+    """The place of an entry before the first or behind the last, where they are mirrors."""
     return size - 1 - sympy.Abs(size - 1 - sympy.Abs(place))
 
 
 def repeated(place: Any, size: Any) -> Any:
-    """The same, where the first and the last entry are repeated."""
+    """The same, where the first and last are repeated."""
     return sympy.Min(sympy.Max(place, 0), size - 1)
 
 
@@ -120,13 +120,12 @@ def counted(operands: Operands, read: frozenset[int]) -> Ref | None:
     if not isinstance(shape, TensorShape) or (isinstance(step, float) and not step.is_integer()):
         return None
     step = int(step) if isinstance(step, float) else step
-    is_whole = all(isinstance(number, (int, sympy.Basic)) for number in (start, step))
+    is_whole = all(isinstance(number, (int, sympy.Basic)) and is_computed(number) for number in (start, step))
     is_exact = not shape.dtype.is_floating_point or shape.dtype.itemsize >= 4  # guard: made_numbers_are_exact
     if not is_whole or not is_exact or type(start).__name__ == "ToFloat":
         return None
-    made = operands.making.real(start + step * _AT, shape)
     operands.making.inserted("the real numbers", shape.sizes[0], shape)
-    return made
+    return operands.making.emit(REAL_SIZE, shape, size=start + step * _AT, counted=None)  # guard: made_ranges_apart
 
 
 def viewed(operands: Operands, read: frozenset[int]) -> Ref | None:

@@ -44,10 +44,14 @@ def counted(least: int, end: int) -> Contents:
     return lambda shape, generator: torch.randint(least, end, shape, generator=generator)
 
 
+def distances(size: int) -> Tensor:
+    """From the largest to the smallest."""
+    return torch.arange(size - 1, -size, -1)
+
+
 def relative_scores(q: Tensor) -> Tensor:
-    """Scores of each query and each distance, from the largest to the smallest."""
-    distances = torch.arange(q.shape[2] - 1, -q.shape[2], -1)
-    embedded = torch.cos(distances[:, None] * torch.arange(1, 5)).to(q.dtype)
+    """Scores of each query and each distance."""
+    embedded = torch.cos(distances(q.shape[2])[:, None] * torch.arange(1, 5)).to(q.dtype)
     return q @ embedded.t()
 
 
@@ -149,7 +153,8 @@ MOVED: dict[str, list[Case]] = {
         Case("another last", lambda x, v: torch.select_scatter(x, v, 1, -1), proved=("b",), contents={"x": special}),
     ],
     "arange": [
-        Case("distances", lambda r: torch.arange(r.shape[0] - 1, -r.shape[0], -1), ("s",)),
+        Case("distances", lambda r: distances(r.shape[0]), ("s",)),
+        Case("distances twice", lambda r: (distances(r.shape[0]), r * 2, distances(r.shape[0])), ("s",)),
         Case("numbers from a size on", lambda x: x + torch.arange(x.shape[1], x.shape[1] + 8), proved=("b",)),
         Case("numbers down to one", lambda u: u + torch.arange(u.shape[0], 0, -1.0)[:, None], ("s",)),
         Case("numbers by a size", lambda r: torch.arange(0, r.shape[0] * r.shape[0], r.shape[0]), ("s",)),

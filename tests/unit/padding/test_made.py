@@ -31,6 +31,7 @@ from graphpass.regions.padding import (
 from tests.fuzz.made import GARBAGE, MadeGraph, differs, filled
 from tests.unit.padding.bruteforce import TOLERANCE, sizes_tried
 from tests.unit.padding.programs_made import CASES, OPERANDS, REWRITES, WRITES, Case
+from tests.unit.padding.programs_moved import distances
 from tests.unit.padding.tracing import INPUTS, Traced, trace
 
 
@@ -125,6 +126,15 @@ def test_a_rewrite_that_its_rule_refuses_leaves_nothing(monkeypatch: pytest.Monk
     run = making.Making(graph, sizes, recorded, repairs.REPAIRS)
     run.run(input_values(graph.inputs, sizes, {}))
     assert run.insertions == []
+
+
+def test_two_equal_ranges_are_two_tensors() -> None:
+    """A caller may write to one of them."""
+    graph = trace(lambda x: (distances(x.shape[1]), x * 2, distances(x.shape[1])))
+    made_graph = MadeGraph(graph.graph, graph.symbols, {})
+    first, _, last = made_graph.run([torch.ones(2, 4, 4)], {"b": 2, "s": 3})
+    assert first.data_ptr() != last.data_ptr()
+    assert first[:5].tolist() == last[:5].tolist() == [2, 1, 0, -1, -2]
 
 
 def test_a_place_before_a_square_of_a_size() -> None:
