@@ -465,6 +465,14 @@ def scaled_product(call: OpCall) -> PaddedValue:
     return _with_bias(call, matrix, call.argument("bias"))
 
 
+def packed_product(call: OpCall) -> PaddedValue:
+    """Products of rows with a weight whose entries are packed, by scales of the weight."""
+    first = call.tensor("self")
+    call.unpadded(first, [1], "sums products over")  # guard: proof_packed_product
+    call.unpadded_weights("mat2", "scales", "qScaleAndZeros")
+    return call.carried(PaddedValue((first.factors[0], *call.fresh().factors[1:])), first)
+
+
 def _contract(call: OpCall, first: PaddedValue, second: PaddedValue) -> bool:
     """Check the dimensions of two operands that are summed. Returns whether they are padded."""
     dims = first.rank - 1, max(second.rank - 2, 0)

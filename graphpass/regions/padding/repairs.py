@@ -249,7 +249,7 @@ _WITH_MASK: Mapping[str, tuple[str, str, bool]] = {
     ),
     "_scaled_dot_product_flash_attention": ("aten::_scaled_dot_product_efficient_attention", "attn_bias", True),
     "_scaled_dot_product_efficient_attention": ("aten::_scaled_dot_product_efficient_attention", "attn_bias", True),
-    "_scaled_dot_product_cudnn_attention": ("aten::_scaled_dot_product_efficient_attention", "attn_bias", True),
+    "_scaled_dot_product_cudnn_attention": ("aten::_scaled_dot_product_cudnn_attention", "attn_bias", False),
 }
 """Kernel -> (the kernel that takes a mask, the name of the mask, whether it wants it at the size of the scores)."""
 

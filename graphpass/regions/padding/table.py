@@ -157,6 +157,7 @@ _CONTRACTS: list[tuple[PaddingRule, str]] = [
     (combining.linear, "linear"),
     (combining.outer, "outer ger"),
     (combining.scaled_product, "_scaled_mm"),
+    (combining.packed_product, "_weight_int4pack_mm _weight_int4pack_mm_for_cpu _weight_int8pack_mm"),
 ]
 
 _INDEXES: list[tuple[PaddingRule, str]] = [

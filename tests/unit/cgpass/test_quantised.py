@@ -196,6 +196,26 @@ def test_other_quantisers(form: Callable[..., Any]) -> None:
     is_right_and_replayed(model, [torch.randn(rows, 16) for rows in (5, 5, 5, 5)])
 
 
+def test_weights_that_torch_packs() -> None:
+    """Rows are apart; features are summed, so a padded number of them has graphs of its own."""
+    weight = {"packed": torch.randint(-100, 100, (32, 64), dtype=torch.int8), "scales": torch.rand(32).bfloat16() / 64}
+    model = module(lambda self, x: torch.ops.aten._weight_int8pack_mm(x, self.packed, self.scales).relu(), **weight)
+    fast, runtime = compiled(model, compiler="aot_eager")
+    for rows in (5, 7, 6, 5, 8, 7):
+        x = torch.randn(rows, 64, dtype=torch.bfloat16)
+        torch.testing.assert_close(fast(x), model(x))
+    assert sum(record.replayed for record in runtime.counts().values()) >= 4
+    narrow = module(
+        lambda self, x: torch.ops.aten._weight_int8pack_mm(x, self.packed[:, : x.shape[1]].contiguous(), self.scales),
+        **weight,
+    )
+    fast, runtime = compiled(narrow, compiler="aot_eager")
+    for features in (32, 64):
+        x = torch.randn(4, features, dtype=torch.bfloat16)
+        torch.testing.assert_close(fast(x), narrow(x))
+    assert "sums products over" in str(runtime.report())
+
+
 # What needs a GPU: fp8 and int4 products, memory.
 
 ON_A_GPU = {
@@ -206,6 +226,7 @@ ON_A_GPU = {
 
 
 @pytest.mark.cuda
+@pytest.mark.usefixtures("closed_runtimes")
 @pytest.mark.parametrize("form", ON_A_GPU)
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_a_form_on_a_gpu(form: str, compiler: str) -> None:
@@ -218,9 +239,9 @@ def test_a_form_on_a_gpu(form: str, compiler: str) -> None:
     model = nn.Sequential(*layers).eval().to("cuda", torch.bfloat16)
     quantization.quantize_(model, getattr(quantization, name)(**given, set_inductor_config=False))
     fast, runtime = compiled(model, compiler=compiler)
-    for rows in (5, 7, 6, 5, 8, 7):
+    for rows in (37, 39, 38, 37, 40, 39):  # the kernel of int8 products takes no fewer than 17
         x = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
-        torch.testing.assert_close(fast(x), model(x), rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(fast(x), model(x), rtol=4e-2, atol=4e-2)
     assert sum(record.replayed for record in runtime.counts().values()) >= 4
     (graph,) = runtime.callables()
     assert [region.why for region in graph.regions] == [""], "no region is eager for its weight's sake"
