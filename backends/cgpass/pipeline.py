@@ -18,7 +18,7 @@ from cgpass.graphrecord import region_records, report_graph, size_records
 from cgpass.infloat64 import region_in_float64
 from cgpass.keyrules import calls_collectives, dispatched
 from cgpass.paddingpass import PaddingPasses
-from cgpass.sizes import NamedSizes
+from cgpass.sizes import NamedSizes, unify_sizes
 from cgpass.wrappers import CompiledGraph
 from graphpass.capture.runtime import GraphRuntime, runtime_of_compiler
 from graphpass.compat import dynamo, nnmodules, saving, sideeffects, symbolic
@@ -304,6 +304,7 @@ class _Traced:
         floats = floats_as_tensors(whole)
         wrapped = unwrapped(whole.graph)
         side_effects = sideeffects.side_effects_of_compilation()
+        unify_sizes(whole.graph, settings)
         key, identity = TraceKey.of(whole, settings, ends_early, side_effects), None
         if settings.warm_start is not None:
             identity = GraphIdentity.of(whole, ends_early, side_effects, settings)

@@ -26,7 +26,7 @@ from graphpass.ledger import Reason
 from graphpass.options import Settings
 from graphpass.paddedcalls import dense_strides
 from graphpass.regions.split import Partition
-from graphpass.regions.symbols import GraphInput, GuardedSymbols, key_symbols
+from graphpass.regions.symbols import GraphInput, GuardedSymbols, graph_inputs, key_symbols
 
 Expression: TypeAlias = sympy.Expr | int
 Sizes: TypeAlias = Mapping[sympy.Symbol, int]
@@ -116,7 +116,9 @@ class GraphSizes:
         in_shapes = symbols_in(simplified(size) for shape in shapes for size in shape)
         read_from = layouts.keys() | (numbers.keys() - set(parts.layout_inputs if in_shapes else ()))
         places = symbolic.places_of([v if p in read_from else None for p, v in enumerate(values)], simplified)
-        declared = [(layouts[position].shape[dim], name) for position, dim, name in _declared_dims(parts, settings)]
+        declared = [
+            (layouts[position].shape[dim], name) for position, dim, name in _declared_dims(parts.inputs, settings)
+        ]
         read = {position for position, dim in places.values() if dim is None}
         return cls(
             sizes=_named_sizes(parts, settings, layouts, places, hints, declared),
@@ -191,11 +193,11 @@ def _layout(graph_input: GraphInput, simplified: Callable[[Any], Expression], hi
     return InputLayout(graph_input.shown, shape, strides, offset, tensor.element_size(), tuple(order))
 
 
-def _declared_dims(parts: Partition, settings: Settings) -> tuple[tuple[int, int, str], ...]:
+def _declared_dims(inputs: Sequence[GraphInput], settings: Settings) -> tuple[tuple[int, int, str], ...]:
     """(position, dimension, key field) of each dimension that ``dynamic_dims`` declares."""
     return tuple(
         (position, dim, name)
-        for position, given in enumerate(parts.inputs)
+        for position, given in enumerate(inputs)
         if isinstance(given.value, torch.Tensor) and not given.is_exchanged
         for dim, name in settings.dynamic_dims.get(given.source_name or "", {}).items()
         if dim < given.value.dim()
@@ -211,28 +213,14 @@ def _named_sizes(
     declared_sizes: Sequence[tuple[Expression, str]],
 ) -> tuple[Size, ...]:
     of_calls = {p: layout.shape for p, layout in layouts.items() if not parts.inputs[p].is_static}
-    homes = {  # the first call argument, no parameter or buffer, that has the size
-        size: (position, shape.index(size))
-        for position, shape in reversed(of_calls.items())
-        for size in shape
-        if isinstance(size, sympy.Symbol)
-    }
-    names = {size: name for size, name in declared_sizes if isinstance(size, sympy.Symbol)}
     # With dynamic_dims, only those dimensions are declared. Else a padding rule declares all sizes of its input.
     padded = [
         layouts[p].shape
         for p in layouts
         if parts.inputs[p].source_name in settings.padding and not settings.dynamic_dims
     ]
-    declared = names.keys() | symbols_in(size for shape in padded for size in shape)
-    # Dynamo may give the batch of each input a symbol of its own. Sizes of one dimension that were equal in the traced
-    # call share a key field; calls in which they differ are not padded.
-    shared = {(homes[symbol][1], hints[symbol]): name for symbol, name in names.items() if symbol in homes}
-    for symbol in sorted(places, key=str):
-        if symbol not in names and symbol in homes:
-            home, dim_of_home = homes[symbol]
-            shown = f"{parts.inputs[home].shown}[{dim_of_home}]"
-            names[symbol] = shared.setdefault((dim_of_home, hints[symbol]), shown)
+    declared = {size for size, _ in declared_sizes} | symbols_in(size for shape in padded for size in shape)
+    homes, names = _field_names(parts.inputs, of_calls, hints, declared_sizes)
     fields = {symbol: names.get(symbol) or parts.inputs[places[symbol][0]].shown for symbol in sorted(places, key=str)}
     declared_fields = {fields[symbol] for symbol in declared if symbol in fields}
     of_static = symbols_in(size for p, layout in layouts.items() if p not in of_calls for size in layout.shape)
@@ -253,6 +241,58 @@ def _named_sizes(
             )
         )
     return tuple(sizes)
+
+
+def _field_names(
+    inputs: Sequence[GraphInput],
+    of_calls: Mapping[int, Sequence[Expression]],
+    hints: Sizes,
+    declared: Sequence[tuple[Expression, str]],
+) -> tuple[dict[sympy.Symbol, tuple[int, int]], dict[sympy.Symbol, str]]:
+    """{symbol: (position, dimension) of the first call argument, no parameter or buffer, that has it}, and its field.
+
+    Dynamo may give the batch of each input a symbol of its own. Sizes of one dimension that were equal in the traced
+    call share a key field.
+    """
+    homes = {
+        size: (position, list(shape).index(size))
+        for position, shape in reversed(of_calls.items())
+        for size in shape
+        if isinstance(size, sympy.Symbol)
+    }
+    names = {size: name for size, name in declared if isinstance(size, sympy.Symbol)}
+    shared = {(homes[symbol][1], hints[symbol]): name for symbol, name in names.items() if symbol in homes}
+    for symbol in sorted(homes.keys() - names.keys(), key=str):
+        home, dim = homes[symbol]
+        names[symbol] = shared.setdefault((dim, hints[symbol]), f"{inputs[home].shown}[{dim}]")
+    return homes, names
+
+
+def unify_sizes(graph: fx.Graph, settings: Settings) -> None:
+    """Guard on the equality of sizes that share a key field, as Dynamo does where it traces a function first.
+
+    Padding is made from one real size of a field. A call in which the sizes differ is traced as another graph.
+    """
+    placeholders = graph.find_nodes(op="placeholder")
+    inputs = [given for given, node in zip(graph_inputs(graph), placeholders, strict=True) if node.users]
+    env = symbolic.shape_env_of([given.value for given in inputs])
+    if env is None or not settings.makes_padding():
+        return
+    shapes = {
+        position: [*map(simplifier(env), given.value.shape)]
+        for position, given in enumerate(inputs)
+        if isinstance(given.value, torch.Tensor)
+    }
+    hints = _hints(env, [size for shape in shapes.values() for size in shape])
+    declared = [(shapes[position][dim], name) for position, dim, name in _declared_dims(inputs, settings)]
+    of_calls = {position: shape for position, shape in shapes.items() if not inputs[position].is_static}
+    of_static = symbols_in(size for position, shape in shapes.items() if position not in of_calls for size in shape)
+    homes, names = _field_names(inputs, of_calls, hints, declared)
+    first: dict[str, sympy.Symbol] = {}
+    for symbol in sorted(homes.keys() - of_static, key=str):
+        if not symbolic.is_unbacked(symbol):
+            one = first.setdefault(names[symbol], symbol)
+            symbolic.guard_on(env, [sympy.Eq(one, symbol)])  # guard: made_sizes_are_unified
 
 
 def _ladder(
@@ -302,7 +342,7 @@ class NamedSizes:
         its symbols tell which dimensions a key counts.
         """
         tensors = [given for given in parts.inputs if isinstance(given.value, torch.Tensor)]
-        declared = _declared_dims(parts, settings)
+        declared = _declared_dims(parts.inputs, settings)
         return cls(
             symbols=key_symbols(parts.inputs, settings.dynamic_dims),
             guards=GuardedSymbols.from_graph(graph_module),

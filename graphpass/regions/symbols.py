@@ -183,7 +183,7 @@ class GuardedSymbols:
 
     #: Symbol -> (least, greatest) admitted value, None where it is unbounded.
     ranges: Mapping[sympy.Symbol, tuple[int | None, int | None]]
-    guards: tuple[sympy.Basic, ...]  #: boolean expressions over the symbols; all of them hold
+    guards: tuple[sympy.Basic, ...]  #: boolean expressions that hold; of symbols that are equal they have one
 
     @classmethod
     def from_graph(cls, gm: fx.GraphModule) -> GuardedSymbols:
@@ -198,7 +198,10 @@ class GuardedSymbols:
             return cls(MappingProxyType({}), ())
         symbols = sorted(shape_env.var_to_range, key=str)
         ranges = {symbol: symbolic.bounds_of(shape_env, symbol) for symbol in symbols}
-        return cls(MappingProxyType(ranges), symbolic.guards_of(shape_env))
+        guards = symbolic.guards_of(shape_env)
+        names = {symbol: shape_env.replace(symbol) for guard in guards for symbol in guard.free_symbols}
+        named = dict.fromkeys(guard.xreplace(names) for guard in guards)  # guard: guards_of_equal_sizes
+        return cls(MappingProxyType(ranges), tuple(guard for guard in named if guard != sympy.true))
 
     def excludes(self, expression: sympy.Expr | int, size: int) -> str | None:
         """Why a dimension of size ``expression`` in this graph cannot be ``size``; None if the guards admit it."""
