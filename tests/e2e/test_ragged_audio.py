@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+import graphpass as gp
 from tests.bench.bucketed_runners import BucketedRunner, HifiGanRunner
-from tests.bench.ragged_audio import SOUNDS, built, first_tensor, main
+from tests.bench.ragged_audio import SOUNDS, _difference, built, first_tensor, main
 
 pytest.importorskip("transformers")
 
@@ -53,6 +54,25 @@ def test_the_ends_of_clips_tell_a_runner_that_hides_nothing() -> None:
 
     found, expected = results("hifi_gan", HidesNothing)
     assert any((one - other).abs().max() > 1e-3 for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["parakeet_masked", "wav2vec2_masked"])
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+def test_lengths_of_clips_and_of_their_mask_are_padded_as_one(name: str) -> None:
+    """Nothing in these models compares the two, so a trace of Dynamo's after its first has two symbols."""
+    sound = SOUNDS[name]
+    model, calls = built(sound, small=True), sound.calls(12, longest_s=2, largest=3)
+    runner = sound.by_hand(model, sound.buckets(2))
+    fast = torch.compile(model, backend="cgpass", options={"compiler": "aot_eager"})
+    with torch.inference_mode():
+        for call in calls * 2:
+            assert _difference(fast, runner, call, first_tensor(model(**call))) < 1e-5
+    runtime = gp.runtime_of(fast)
+    lengths = [size for record in runtime.callables() for size in record.sizes if size.field.endswith("[1]")]
+    assert {size.verdict for size in lengths} == {"made"}
+    assert {size.field.partition("[")[0] for size in lengths}.isdisjoint({"attention_mask"})
+    assert runtime.stats().replayed >= len(calls)
 
 
 def test_the_benchmark_runs_with_a_small_model(tmp_path: Path) -> None:
