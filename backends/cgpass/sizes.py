@@ -245,7 +245,7 @@ def _named_sizes(
 
 def _field_names(
     inputs: Sequence[GraphInput],
-    of_calls: Mapping[int, Sequence[Expression]],
+    of_calls: dict[int, tuple[Expression, ...]],
     hints: Sizes,
     declared: Sequence[tuple[Expression, str]],
 ) -> tuple[dict[sympy.Symbol, tuple[int, int]], dict[sympy.Symbol, str]]:
@@ -255,7 +255,7 @@ def _field_names(
     call share a key field.
     """
     homes = {
-        size: (position, list(shape).index(size))
+        size: (position, shape.index(size))
         for position, shape in reversed(of_calls.items())
         for size in shape
         if isinstance(size, sympy.Symbol)
@@ -279,7 +279,7 @@ def unify_sizes(graph: fx.Graph, settings: Settings) -> None:
     if env is None or not settings.makes_padding():
         return
     shapes = {
-        position: [*map(simplifier(env), given.value.shape)]
+        position: tuple(map(simplifier(env), given.value.shape))
         for position, given in enumerate(inputs)
         if isinstance(given.value, torch.Tensor)
     }
