@@ -179,7 +179,7 @@ FAULTS = [
     # environment
     Fault("another Python", "Python differs", patched(fingerprint.platform, "python_build", lambda: ("other", ""))),
     Fault("another torch", "torch differs", patched(fingerprint.torch.version, "git_version", "other")),
-    Fault("another graphpass", "graphpass differs", patched(fingerprint, "_own_source", lambda: "other")),
+    Fault("another graphpass", "graphpass differs", patched(fingerprint, "_files_of", lambda *packages: "other")),
     Fault("another processor", "processor differs", patched(fingerprint.platform, "machine", lambda: "z80")),
     Fault("assertions left out", "Python differs", patched(fingerprint.sys, "flags", SimpleNamespace(optimize=1))),
     Fault("another rank", "rank differs", patched(fingerprint, "_rank", lambda: "1 of 2")),
