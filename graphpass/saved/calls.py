@@ -263,8 +263,9 @@ _OF_A_PART = {
 }
 """Kinds of guards that compare a part of a value: its class, its length, its keys. All others stand for all of it."""
 
-_UNGUARDED = (types.MethodDescriptorType, types.WrapperDescriptorType)  # guard: saved_unguarded
-"""Classes of what Dynamo calls without a guard on it, such as ``torch.Tensor.sin``."""
+# guard: saved_unguarded
+_UNGUARDED = (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType, property)
+"""Classes of what Dynamo reads without a guard on it, such as ``torch.Tensor.sin`` and ``torch.Tensor.T``."""
 
 
 def names_of(traced: Iterable[types.CodeType]) -> tuple[str, ...]:
@@ -317,7 +318,8 @@ def assumed(
         parts |= {f"names in {at}": " ".join(present)} if present else {}  # guard: saved_names
         held |= {f"{at}.{name}": item for name, item in (*present.items(), *_items(value))}  # guard: saved_ways
     parts |= {f"the method {at}": brief(item) for at, item in held.items() if isinstance(item, _UNGUARDED)}
-    return parts | _identities({**values, **variables, **held})  # guard: saved_identities
+    known = {"torch.default_generator": torch.default_generator}  # guard: saved_default_generator
+    return parts | _identities({**known, **values, **variables, **held})  # guard: saved_identities
 
 
 def _text_read(value: Any, digest_of: Callable[[type], str], is_whole: bool) -> str:

@@ -131,6 +131,8 @@ _TEXTS: tuple[tuple[Any, Callable[[Any], str]], ...] = (
     ((torch.finfo, torch.iinfo), lambda limits: f"{type(limits).__name__} {limits.dtype}"),
     (types.ModuleType, lambda module: f"module {module.__name__}"),
     (types.CodeType, _text_of_code),
+    (types.GetSetDescriptorType, lambda held: f"{_named(held.__objclass__)}.{held.__name__}"),
+    (property, lambda held: f"property {code_of(held.fget)}"),
     (re.Pattern, lambda pattern: f"pattern {text_of((pattern.pattern, pattern.flags))}"),
     (functools.partial, lambda call: f"partial {text_of((call.func, call.args, call.keywords))}"),
     ((operators.OpOverload, operators.OpOverloadPacket), lambda op: f"{op} {getattr(op, '_schema', '')}"),

@@ -248,6 +248,31 @@ def _(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.box.of[0](x)  # type: ignore[no-any-return]
 
 
+@reads("an attribute of tensors", held(of=(torch.Tensor.T, torch.Tensor.mT)))
+def _(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * (2.0 if self.box.of is torch.Tensor.T else 3.0)
+
+
+@reads("an attribute of tensors in a list", held(of=([torch.Tensor.data], [torch.Tensor.grad])))
+def _(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * (2.0 if self.box.of[0] is torch.Tensor.data else 3.0)
+
+
+@reads("an attribute of tensors in a Python module", placed(of=(torch.Tensor.real, torch.Tensor.imag)))
+def _(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * (2.0 if PLACE.of is torch.Tensor.real else 3.0)
+
+
+@reads("a property", held(of=(torch.UntypedStorage.is_cuda, torch.UntypedStorage.is_hpu)))
+def _(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * (2.0 if self.box.of is torch.UntypedStorage.is_cuda else 3.0)
+
+
+@reads("a generator", held(of=(torch.default_generator, torch.Generator())))
+def _(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * (2.0 if self.box.of is torch.default_generator else 3.0)
+
+
 def tied(model: Any, is_changed: bool) -> None:
     model.a, model.b = linear(), linear()
     model.b.weight.data.copy_(model.a.weight.data)
