@@ -454,6 +454,7 @@ def aot_eager(
     from torch._functorch import config as aot_config
 
     def run_as_it_is(aten: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        move_constants(aten)
         if show is not None:
             show(aten)
         return boxed_nop(aten, list(inputs))
@@ -463,6 +464,25 @@ def aot_eager(
     with aot_config.patch(unlift_effect_tokens=True), _examples_kept(example_inputs):
         compiled: Callable[..., Any] = backend(graph_module, list(example_inputs), fw_compiler=run_as_it_is)
     return compiled
+
+
+def move_constants(aten: fx.GraphModule) -> None:
+    """Numbers that are put into a tensor go to its device: AOTAutograd has them on the CPU, and no capture copies them.
+
+    Inductor computes such a constant in its kernel.
+    """
+    for node in aten.graph.find_nodes(op="call_function", target=torch.ops.aten.index_put.default):
+        into, number = node.args[0], node.args[2]
+        chain = [number]
+        while chain[-1].target is torch.ops.aten.lift_fresh_copy.default:
+            chain.append(chain[-1].args[0])
+        device, constant = into.meta["val"].device, chain[-1]
+        if constant.op == "get_attr" and all(len(one.users) == 1 for one in chain):
+            with symbolic.without_modes():
+                setattr(aten, constant.target, getattr(aten, constant.target).to(device))
+            for one in chain:
+                if "val" in one.meta:
+                    one.meta["val"] = one.meta["val"].to(device)
 
 
 @contextlib.contextmanager

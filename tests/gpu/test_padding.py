@@ -127,7 +127,7 @@ def text_encoder() -> nn.Module:
 @pytest.mark.parametrize("tf32", [True, False])
 def test_convolutions_in_tf32_are_padded(cuda: torch.device, *, tf32: bool) -> None:
     model, runtime = Convolved().eval().to(cuda), gp.GraphRuntime()
-    fast = torch.compile(model, backend="cgpass", dynamic=True, options={"runtime": runtime})
+    fast = torch.compile(model, backend="cgpass", dynamic=True, options={"dispatch": "auto", "runtime": runtime})
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=tf32), torch.no_grad():
         for step in range(27):  # keys recur, lengths do not
             sound = torch.randn(2 + step % 3, 4000 + 1222 * (step % 9) - step // 9, device=cuda)
@@ -145,7 +145,7 @@ def test_a_graph_without_convolutions_is_compared_in_float32(
     rounded = lambda call: {name: one * 1.001 for name, one in unpadded(call).items()}  # noqa: E731
     monkeypatch.setattr(PaddedCall, "unpadded", rounded)
     model, runtime = text_encoder().eval().to(cuda), gp.GraphRuntime()
-    fast = torch.compile(model, backend="cgpass", dynamic=True, options={"runtime": runtime})
+    fast = torch.compile(model, backend="cgpass", dynamic=True, options={"dispatch": "auto", "runtime": runtime})
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=True), torch.no_grad():
         for step in range(12):
             x = torch.randn(2 + step % 3, 23 + 16 * (step % 3) - step // 3, 128, device=cuda)
@@ -159,7 +159,7 @@ def test_attention_without_a_mask_hides_padded_keys_in_its_own_kernel(cuda: torc
     layer = nn.TransformerEncoderLayer(256, 4, 512, batch_first=True)
     model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval().to(cuda, dtype)
     runtime = gp.GraphRuntime()
-    fast = torch.compile(model, backend="cgpass", dynamic=True, options={"runtime": runtime})
+    fast = torch.compile(model, backend="cgpass", dynamic=True, options={"dispatch": "auto", "runtime": runtime})
     close = 1e-4 if dtype == torch.float32 else 3e-2
     with torch.no_grad():
         for step in range(27):
@@ -169,12 +169,30 @@ def test_attention_without_a_mask_hides_padded_keys_in_its_own_kernel(cuda: torc
     assert is_padded(runtime)
 
 
+def test_a_number_that_is_put_at_indices_is_captured(cuda: torch.device) -> None:
+    """AOTAutograd has the number on the CPU, from where a capture copies nothing."""
+
+    def marked(mask: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        mask = mask * 2
+        mask[torch.arange(mask.shape[0], device=mask.device), last] = 1
+        return mask
+
+    runtime = gp.GraphRuntime()
+    options = {"compiler": "aot_eager", "dispatch": "auto", "runtime": runtime}
+    fast = torch.compile(marked, backend="cgpass", dynamic=True, options=options)
+    for _ in range(4):
+        given = torch.zeros(5, 8, dtype=torch.long, device=cuda), torch.arange(5, device=cuda)
+        torch.testing.assert_close(fast(*given), marked(*given))
+    assert calls_with_graph(runtime) >= 2
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a .functools.lru_cache")
 def test_relative_positions_that_are_made_on_the_cpu(cuda: torch.device) -> None:
     """WavLM makes them there for each length, and draws a number for each layer that nobody reads."""
     transformers = pytest.importorskip("transformers")
     config = transformers.WavLMConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=128)
     model, runtime = transformers.WavLMModel(config).eval().to(cuda), gp.GraphRuntime()
-    fast = torch.compile(model, backend="cgpass", dynamic=True, options={"runtime": runtime})
+    fast = torch.compile(model, backend="cgpass", dynamic=True, options={"dispatch": "auto", "runtime": runtime})
     with torch.no_grad():
         for step in range(48):
             sound = torch.randn(1 + step % 4, 8000 + 1711 * (step * 7 % 24), device=cuda)

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from graphpass import partition
-from graphpass.compat import symbolic
+from graphpass.compat import dynamo, symbolic
 from graphpass.compile import COMPILERS, CompiledRegions, RegionCompiler, RegionTrace, reading, traced_regions
 from graphpass.compile.compilers import Reading, TraceOf
 from graphpass.regions import Partition
@@ -234,3 +234,18 @@ def test_sizes_that_only_a_run_can_tell_are_a_reason() -> None:
     made, taken = traced.eager[0].values()
     assert "aten.masked_select.default" in made.result
     assert (taken.result, taken.problem) == (None, "it takes sizes that depend on data")
+
+
+def test_a_number_that_is_put_into_a_tensor_is_on_its_device() -> None:
+    """The constant of ``x[i] = 1``, which AOTAutograd has on the CPU; the device ``meta`` stands for a GPU here."""
+    aten = torch.ops.aten
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(3, device="meta")
+    constant = graph.get_attr("one")
+    fresh = graph.call_function(aten.lift_fresh_copy.default, (constant,))
+    constant.meta["val"] = fresh.meta["val"] = torch.tensor(1.0)
+    graph.output((graph.call_function(aten.index_put.default, (x, [x], fresh)),))
+    module = fx.GraphModule({"one": torch.tensor(1.0)}, graph)
+    dynamo.move_constants(module)
+    assert module.one.device.type == constant.meta["val"].device.type == fresh.meta["val"].device.type == "meta"
