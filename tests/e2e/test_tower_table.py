@@ -35,7 +35,7 @@ def test_a_tower_is_equal_and_replays_or_is_refused(family: Family, place: Place
     if outcome.refusal:
         assert REFUSED[str(family)] in outcome.refusal
         return
-    assert outcome.difference < place.tolerance
+    assert outcome.difference < (place.tolerance if place is HOST else 1.5 * outcome.rounding)
     assert outcome.replayed >= SHARE * NUM_REQUESTS
     assert outcome.graphs <= len(LADDER)
     if place is HOST:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,8 @@ class Outcome:
     """What became of one tower."""
 
     refusal: str = ""  #: why no adapter serves it
-    difference: float = 0.0  #: the largest one from the tower, of an item by itself; relative norm
+    difference: float = 0.0  #: the largest one from the tower in float32, of an item by itself; relative norm
+    rounding: float = 0.0  #: the tower's own difference, of the same kind
     replayed: int = 0  #: requests of the second pass, of sizes that were never seen, that replay graphs alone
     graphs: int = 0  #: as many as are captured
 
@@ -46,7 +48,8 @@ def measured(family: Family, device: str = "cpu", dtype: torch.dtype = torch.flo
     options = EncoderOptions(token_budgets=[b for b in LADDER if b <= largest], costs=None, compile=False)
     manager = EncoderCudaGraphManager(adapter, options=options, device=device, dtype=dtype)
     manager.capture()
-    seeded, seen, differs_by, replayed = random.Random(0), set[tuple[Grid, ...]](), 0.0, 0
+    seeded, seen, differs_by, rounding, replayed = random.Random(0), set[tuple[Grid, ...]](), 0.0, 0.0, 0
+    exact = copy.deepcopy(tower).float()
     for number in range(2 * NUM_REQUESTS):
         grids: list[Grid] = []
         while not grids or tuple(grids) in seen:
@@ -58,16 +61,23 @@ def measured(family: Family, device: str = "cpu", dtype: torch.dtype = torch.flo
         replayed += number >= NUM_REQUESTS and manager.get_cumulative_stats().misses == before
         sizes = [count * height * width for count, height, width in grids]
         for result, patches, grid in zip(found, pixels.split(sizes), grids, strict=True):
-            expected = _alone(adapter, tower, patches, grid)
+            own, expected = (_alone(adapter, one, patches, grid) for one in (tower, exact))
             parts = (result,) if isinstance(result, torch.Tensor) else result
-            differs_by = max(differs_by, *map(difference, parts, expected))
+            assert [(part.shape, part.dtype) for part in parts] == [(part.shape, part.dtype) for part in own]
+            differs_by = max(differs_by, *map(_difference, parts, expected))
+            rounding = max(rounding, *map(_difference, own, expected))
     graphs = len(manager.get_cumulative_stats().budgets)
     manager.clear()
-    return Outcome("", differs_by, replayed, graphs)
+    return Outcome("", differs_by, rounding, replayed, graphs)
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return difference(found.float(), expected.float())
 
 
 def _alone(adapter: GridAdapter, tower: Any, patches: torch.Tensor, grid: Grid) -> list[torch.Tensor]:
     """All that the tower returns for one item."""
+    patches = patches.to(next(tower.parameters()).dtype)
     with torch.no_grad():
         output = tower(adapter.as_taken(patches), grid_thw=torch.tensor([grid], device=patches.device))
     values = output.values()
