@@ -135,7 +135,7 @@ PAGES = {page.name: page for page in (
     GalleryPage("peft", "calls", "peft", {**_OPTIONS, "BertConfig()": f"BertConfig({_TEXT})",
         "(27, 61), (2, 17), (12, 44), (31, 64)": "(3, 17)"}),
     GalleryPage("vae", "calls", "diffusers", {**_BACKEND, "(5, 2, 6, 3)": "(5, 3, 6)", "64, 64": "8, 8",
-        "block_out_channels=(128, 256, 512, 512), layers_per_block=2": "block_out_channels=(8,), norm_num_groups=4",
+        "(128, 256, 512, 512)": "(8,)", "layers_per_block=2": "norm_num_groups=4",
         '"DownEncoderBlock2D"] * 4': '"DownEncoderBlock2D"]', '"UpDecoderBlock2D"] * 4': '"UpDecoderBlock2D"]'}),
     GalleryPage("qwen3_vl", "attached", "transformers", {
         "Qwen3VLConfig()": f"Qwen3VLConfig(text_config={_VLM_TEXT}, vision_config={_VLM_VISION}, image_token_id=90)",
