@@ -41,7 +41,7 @@ def quantised(model: nn.Module, form: str = "int8_weight_only") -> nn.Module:
     from torchao import quantization
 
     if FORMS[form] is not None:
-        quantization.quantize_(model, getattr(quantization, FORMS[form])())
+        quantization.quantize_(model, getattr(quantization, FORMS[form])(set_inductor_config=False))
     return model
 
 
