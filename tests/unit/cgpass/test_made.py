@@ -213,59 +213,6 @@ def test_marked_dimensions(compiled: Make) -> None:
     assert fast.is_padded
 
 
-def marked(rows: int, length: int, other: int | None = None) -> tuple[torch.Tensor, ...]:
-    """Two inputs whose lengths have symbols of their own, as Dynamo gives them where it traces a function again."""
-    inputs = torch.randn(rows, length), torch.randn(rows, other or length)
-    for each in inputs:
-        torch._dynamo.mark_dynamic(each, 1)
-    return inputs
-
-
-def ends(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Nothing compares the two lengths."""
-    return x[:, -1] + x.mean(1), mask[:, -1], mask.flip(1)
-
-
-def test_lengths_of_two_inputs_are_padded_as_one(compiled: Make) -> None:
-    fast = compiled(ends, compiler="aot_eager")
-    calls = [marked(4, length) for length in (5, 7, 6, 9, 13, 11)]
-    assert fast.serve(calls, passes=2) == len(calls)
-    assert verdicts(fast, "x[1]") == ["made"]
-    assert fast.padded_sizes == {"x[1]": True}
-    assert fast.is_padded
-
-
-def test_calls_in_which_lengths_differ_have_a_graph_in_which_each_is_padded(compiled: Make) -> None:
-    fast = compiled(ends, compiler="aot_eager")
-    fast.serve([marked(4, length) for length in (5, 7, 9)], passes=2)
-    calls = [marked(4, *lengths) for lengths in [(5, 9), (9, 5), (7, 6), (13, 3), (5, 7), (7, 5)]]
-    assert fast.serve(calls, passes=2) == len(calls)
-    records = fast.rt.callables()
-    assert [[size.verdict for size in record.sizes] for record in records] == [["made"], ["made", "made"]]
-    assert fast.serve([marked(4, length) for length in (5, 6, 11)], passes=2) == 3
-    assert len(fast.rt.callables()) == 2
-
-
-def test_lengths_that_differ_in_the_first_call_may_be_equal_in_others(compiled: Make) -> None:
-    fast = compiled(ends, compiler="aot_eager")
-    calls = [marked(4, *lengths) for lengths in [(5, 9), (6, 6), (9, 5), (7, 7)]]
-    assert fast.serve(calls, passes=3) == len(calls)
-    assert fast.padded_sizes == {"x[1]": True, "mask[1]": True}
-
-
-def test_a_size_that_one_of_two_lengths_does_not_admit_is_no_key(compiled: Make) -> None:
-    """Their guards are about symbols of which one has replaced the other."""
-
-    def in_fours(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        assert mask.shape[1] % 4 == 0
-        return x.mean(1), mask.mean(1)
-
-    fast = compiled(in_fours, compiler="aot_eager", capture_sizes={"mask[1]": [10, 18]})
-    fast.serve([marked(4, length) for length in (8, 4, 12)], passes=2)
-    assert len(fast.rt.callables()) == 1
-    assert {dict(key.extra)["mask[1]"] for _, _, key in fast.rt.counts()} == {8, 16}
-
-
 # -- starts ------------------------------------------------------------------------------------------------------------
 
 
@@ -538,28 +485,3 @@ def test_a_negative_index_is_refused_as_torch_refuses_it(function: Callable[...,
             assert torch.equal(fast(rows, right), function(rows, right))
         with pytest.raises((IndexError, RuntimeError)):
             fast(rows, wrong)
-
-
-@pytest.mark.parametrize("is_masked", [False, True], ids=["causal alone", "and a mask"])
-def test_attention_that_a_model_normalises_again(is_masked: bool) -> None:
-    """Weights of a softmax under a causal mask, divided by their sum over keys; results are pooled by the mask."""
-
-    def model(x: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-        ones = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)
-        scores = (x @ x.mT).masked_fill(~ones.tril(), -torch.inf)
-        if is_masked:
-            scores = scores.masked_fill(~visible[:, None], -torch.inf)
-        weights = scores.softmax(-1)
-        mixed = (weights / weights.sum(-1, keepdim=True)) @ x
-        return (mixed * visible[..., None]).sum(1) / visible.sum(1, keepdim=True) if is_masked else mixed
-
-    torch.compiler.reset()
-    fast = torch.compile(model, backend="cgpass", options={"compiler": "aot_eager", "progress": False})
-    generator = torch.Generator().manual_seed(0)
-    sizes = [(rows, length) for length in (4, 7, 5, 9, 6, 11, 13) for rows in (2, 3, 5)]
-    with torch.no_grad():
-        for rows, length in sizes:
-            x = torch.randn(rows, length, 8, generator=generator)
-            visible = torch.arange(length) < torch.randint(1, length + 1, (rows, 1), generator=generator)
-            torch.testing.assert_close(fast(x, visible), model(x, visible))
-    assert gp.runtime_of(fast).stats().replayed == 6, "each size is new, so a replay is a padded one"
