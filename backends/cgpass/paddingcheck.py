@@ -92,10 +92,10 @@ def fault_of_padding(call: PaddedCall) -> tuple[str | None, bool]:
         why the graph cannot be padded, None if it can; and whether replays of equal contents differ.
     """
     with call.restoring():  # random contents come from the default generator
-        for _ in range(_ATTEMPTS if call.ranks is None else 1):
+        for _ in range(_ATTEMPTS):
             expected = call.observed(None)
             fault, is_noisy = _compared(call, expected)
-            if fault is None or call.ranks is not None:
+            if fault is None or call.ranks is not None:  # ranks replay equally often
                 break
             last = call.observed(None)
             moved = any(largest_difference(one, last[name]) for name, one in expected.items())

@@ -37,6 +37,8 @@ _EXAMPLE_TOKENS_AN_IMAGE = 256
 _EXAMPLE_GRID, _EXAMPLE_IMAGES = (1, 16, 26), 5
 """The example for compilation. Inductor selects kernels by its sizes, which are those of typical batches."""
 _CONVOLUTIONS = (nn.Conv2d, nn.Conv3d)
+_FAILURES = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
+"""What a tower raises that does not take what it is given."""
 _TOLERANCE = {torch.float32: 5e-3, torch.float64: 5e-3}
 _TOLERANCE_OF_HALF = 5e-2
 
@@ -117,7 +119,7 @@ class TowerAdapter(SupportsEncoderCudaGraph, ABC):
             if isinstance(error, CaptureError) and self._own.has_foreign_parts():
                 return  # they run eagerly
             raise unserved_tower(self.tower, error.expected, f"{error.problem}: {error.found}") from error
-        except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
+        except _FAILURES as error:
             raise unserved_tower(self.tower, "a forward from tables", str(error)) from error
         for found, by_stock in zip(outputs, self._by_token(stock), strict=True):
             expected = by_stock.double()
@@ -218,7 +220,7 @@ class GridAdapter(TowerAdapter):
                     with eagerly(), noted_calls(on_device) as calls:
                         stock = self.tower(self.as_taken(pixels), grid_thw=on_device)
                     return pixels, stock, list(calls)
-                except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
+                except _FAILURES as error:
                     reasons.append(f"{type(error).__name__}: {error}")
         raise unserved_tower(self.tower, "a forward of patches and grid_thw alone", reasons[0] if reasons else "none")
 
@@ -315,7 +317,8 @@ class GridAdapter(TowerAdapter):
 
     def compile_encoder(self, compiler: str, runtime: Any, **options: Any) -> None:
         """Compile one block for all layers and sizes."""
-        grids = [(1, *(side * self._merge // 2 if self._merge > 1 else side for side in _EXAMPLE_GRID[1:]))] * 5
+        grids = [(1, *(side * self._merge // 2 if self._merge > 1 else side for side in _EXAMPLE_GRID[1:]))]
+        grids *= _EXAMPLE_IMAGES
         pixels = torch.zeros(sum(map(math.prod, grids)), *self.patch_shape).to(next(self.tower.parameters()))
         example = {"pixel_values": pixels, GRID_KEY: grids}
         run = functools.partial(self.encoder_eager_forward, example)
@@ -362,7 +365,7 @@ class FixedSizeAdapter(TowerAdapter):
         try:
             with eagerly():
                 stock = self._read(tower(pixels))
-        except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
+        except _FAILURES as error:
             if isinstance(error, GraphpassError):
                 raise
             found = f"{type(error).__name__}: {error}"
