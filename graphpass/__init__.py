@@ -16,13 +16,12 @@ if TYPE_CHECKING:
     from graphpass import capture as capture
     from graphpass import dispatch as dispatch
     from graphpass import encoder as encoder
-    from graphpass import engine as engine
     from graphpass import errors as errors
-    from graphpass import ladder as ladder
     from graphpass import offload as offload
     from graphpass import ranks as ranks
     from graphpass import regions as regions
     from graphpass import report as report
+    from graphpass import serving as serving
     from graphpass import text as text
     from graphpass.capture.runtime import GraphRuntime as GraphRuntime
     from graphpass.capture.runtime import runtime_of as runtime_of
@@ -37,10 +36,6 @@ if TYPE_CHECKING:
     from graphpass.dispatch.dispatchkeys import LoraKeys as LoraKeys
     from graphpass.encoder.manager import EncoderCudaGraphManager as EncoderCudaGraphManager
     from graphpass.encoder.options import EncoderOptions as EncoderOptions
-    from graphpass.engine.batch import AttentionMetadataBuilder as AttentionMetadataBuilder
-    from graphpass.engine.batch import Batch as Batch
-    from graphpass.engine.batch import InputSpec as InputSpec
-    from graphpass.engine.manager import CudaGraphManager as CudaGraphManager
     from graphpass.errors import GraphpassError as GraphpassError
     from graphpass.graphedmodel import GraphedModel as GraphedModel
     from graphpass.graphedmodel import graphed as graphed
@@ -52,6 +47,10 @@ if TYPE_CHECKING:
     from graphpass.ops import zero_padding as zero_padding
     from graphpass.regions.rowsapart import rows_apart as rows_apart
     from graphpass.regions.split import partition as partition
+    from graphpass.serving.batch import AttentionMetadataBuilder as AttentionMetadataBuilder
+    from graphpass.serving.batch import Batch as Batch
+    from graphpass.serving.batch import InputSpec as InputSpec
+    from graphpass.serving.manager import CudaGraphManager as CudaGraphManager
     from graphpass.sizeplan import plan_sizes as plan_sizes
 
 __version__ = "0.1.0"
@@ -69,8 +68,8 @@ _NAMES = {
     "graphpass.dispatch.dispatchkeys": ("Dispatch", "DispatchReason", "LoraKeys"),
     "graphpass.encoder.manager": ("EncoderCudaGraphManager",),
     "graphpass.encoder.options": ("EncoderOptions",),
-    "graphpass.engine.batch": ("AttentionMetadataBuilder", "Batch", "InputSpec"),
-    "graphpass.engine.manager": ("CudaGraphManager",),
+    "graphpass.serving.batch": ("AttentionMetadataBuilder", "Batch", "InputSpec"),
+    "graphpass.serving.manager": ("CudaGraphManager",),
     "graphpass.errors": ("GraphpassError",),
     "graphpass.graphedmodel": ("GraphedModel", "graphed", "precapture"),
     "graphpass.keys": ("AttentionSupport", "BatchDescriptor", "CUDAGraphMode", "resolve_mode"),
@@ -83,7 +82,7 @@ _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names
 __all__ = list(_MODULE_OF)
 
 _SUBMODULES = frozenset(
-    {"capture", "dispatch", "encoder", "engine", "errors", "ladder", "offload", "ranks", "regions", "report", "text"}
+    {"capture", "dispatch", "encoder", "errors", "offload", "ranks", "regions", "report", "serving", "text"}
 )
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from graphpass.capture import CapturePolicy
-from graphpass.capture.givenup import BeforeCall
 from graphpass.capture.runtime import GraphRuntime
+from graphpass.capture.untracedcalls import BeforeCall
 from graphpass.compile import COMPILERS
 from graphpass.errors import CaptureError, OptionError, is_integer, is_seconds, one_of
 from graphpass.keys import CUDAGraphMode

@@ -41,10 +41,10 @@ graphpass.encoder: AttachedEncoder EncoderAxis EncoderCudaGraphConfig EncoderGra
     SupportsEncoderKernels attach balance_items generate_budgets pack_items smallest_fitting_budget
 graphpass.encoder.adapters: FixedSizeAdapter GridAdapter TowerAdapter
     adapter_for
-graphpass.engine: CapturedGroup ForwardHooks ManagerStats
+graphpass.serving: CapturedGraph CapturedGroup ForwardHooks GroupEstimate ManagerStats MemoryEstimate MemoryGrowth
+    Traffic
 graphpass.errors: AgreementError CaptureError CommandError ContextError DeviceError DispatchError EncoderConfigError
     MismatchError OffloadError OptionError OutOfPagesError PartitionError PoolBusyError ShapeError StaticInputError
-graphpass.ladder: CapturedGraph GroupEstimate MemoryEstimate MemoryGrowth Traffic
 graphpass.offload: WeightOffloader
 graphpass.ranks: DataParallelAgreement
 graphpass.regions: AtenGraph DEFAULT_RULES GraphInput OpCall PaddedValue PaddingFinding PaddingProof PaddingReason
@@ -59,20 +59,20 @@ PUBLIC_NAMES = {
     package: names.split() for package, names in re.findall(r"^([\w.]+): (.+(?:\n    .+)*)", PUBLIC_TEXT, re.MULTILINE)
 }
 
-# A package's front, the class that runs it, its options; and three that still wait for a name of their own.
-SHARED_FILE_NAMES = {"__init__", "manager", "options", "calls", "outputs", "sizes"}
+# A package's front, the class that runs it, its options.
+SHARED_FILE_NAMES = {"__init__", "manager", "options"}
 
 # What a newcomer asks of the tree, and the file with the answer; the names of files are chosen so that they find it.
 QUESTIONS = {
-    "Where is it decided whether a size of a graph may be padded?": "graphpass/regions/padding/proof.py",
+    "Where is it decided whether a size of a graph may be padded?": "graphpass/padding/proof.py",
     "Where would a second kind of device go?": "graphpass/capture/cuda.py",
     "What owns the memory pool, and who may replay in it now?": "graphpass/capture/pool.py",
     "Where does the reason come from that a region runs eagerly?": "graphpass/regions/eagerrules.py",
     "Where are the options of torch.compile(..., options=...) validated?": "graphpass/options.py",
     "Where does the engine choose the key of a batch?": "graphpass/dispatch/dispatcher.py",
     "Where is the padding of an input filled?": "graphpass/paddedcalls.py",
-    "What notices that a weight was replaced after the capture?": "graphpass/ladder/modelstate.py",
-    "Where would you add a padding rule for an aten operator?": "graphpass/regions/padding/table.py",
+    "What notices that a weight was replaced after the capture?": "graphpass/capture/modelstate.py",
+    "Where would you add a padding rule for an aten operator?": "graphpass/padding/table.py",
     "Where does a request of a decoder get its pages?": "graphpass/text/paged/kvcache.py",
 }
 

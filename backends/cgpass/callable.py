@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cgpass.auto import AutoDispatcher
+from cgpass.autodispatch import AutoDispatcher
 from cgpass.keyrules import calls_collectives, nodes_of
 from cgpass.wrappers import CallableGraphs, CompiledGraph
 from graphpass.capture.pool import device_of

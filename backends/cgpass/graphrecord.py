@@ -12,14 +12,14 @@ import sympy
 import torch
 
 from cgpass.keyrules import AutoRules
-from cgpass.sizes import Expression, symbols_in, value_at
+from cgpass.namedsizes import Expression, symbols_in, value_at
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.compat import dynamo
 from graphpass.compile import RegionTrace
 from graphpass.keys import CUDAGraphMode
 from graphpass.ledger import PaddingFinding, Verdict
 from graphpass.options import Settings
-from graphpass.regions.padding import PaddingProof
+from graphpass.padding import PaddingProof
 from graphpass.regions.split import Partition
 from graphpass.report import Report
 from graphpass.report.records import CallableRecord, RegionRecord, SizeRecord

@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from torch import fx
 
-from cgpass.outputs import GraphOutputs
-from cgpass.sizes import GraphSizes, Size, symbols_in
+from cgpass.cuts import GraphOutputs
+from cgpass.namedsizes import GraphSizes, Size, symbols_in
 from graphpass.compat import symbolic
 from graphpass.compile import RegionTrace
 from graphpass.dispatch.recurring import RecurringKeys
@@ -20,7 +20,8 @@ from graphpass.keys import CUDAGraphMode
 from graphpass.ledger import Reason, Verdict
 from graphpass.options import Settings
 from graphpass.paddedcalls import PadRule
-from graphpass.regions.padding import DECLARE_MASK, PaddingProof, prove_partition
+from graphpass.padding import DECLARE_MASK, PaddingProof
+from graphpass.regions.partitionproof import prove_partition
 from graphpass.regions.split import Partition
 
 _NOTHING_TO_PAD = PaddingProof({}, (), (), (), needs_real_contents=False)

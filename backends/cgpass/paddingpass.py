@@ -15,12 +15,12 @@ import torch
 from torch import fx
 
 from cgpass.keyrules import declared_constants
-from cgpass.sizes import GraphSizes
+from cgpass.namedsizes import GraphSizes
 from graphpass.compat import symbolic
 from graphpass.options import Settings
+from graphpass.padding import Asked, AtenGraph, PaddedValue, Sizes, fills, input_values, made, write
+from graphpass.padding.values import Approximate
 from graphpass.regions.assign import Region
-from graphpass.regions.padding import Asked, AtenGraph, PaddedValue, Sizes, fills, input_values, made, write
-from graphpass.regions.padding.values import Approximate
 from graphpass.regions.split import Partition
 from graphpass.regions.symbols import REAL_SIZES
 

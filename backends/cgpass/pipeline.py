@@ -12,13 +12,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from cgpass.appended import AppendedInputs, RealSizes, append_made, append_real_sizes, attributes_read, lift_attributes
 from cgpass.callable import GraphedCallable
+from cgpass.extrainputs import (
+    AppendedInputs,
+    RealSizes,
+    append_made,
+    append_real_sizes,
+    attributes_read,
+    lift_attributes,
+)
 from cgpass.graphrecord import region_records, report_graph, size_records
 from cgpass.infloat64 import region_in_float64
 from cgpass.keyrules import calls_collectives, dispatched
+from cgpass.namedsizes import NamedSizes, unify_sizes
 from cgpass.paddingpass import PaddingPasses
-from cgpass.sizes import NamedSizes, unify_sizes
 from cgpass.wrappers import CompiledGraph
 from graphpass.capture.runtime import GraphRuntime, runtime_of_compiler
 from graphpass.compat import dynamo, nnmodules, saving, sideeffects, symbolic
@@ -38,13 +45,13 @@ from graphpass.errors import DeviceError, OptionError
 from graphpass.keys import CUDAGraphMode
 from graphpass.ledger import Reason
 from graphpass.options import Fallbacks, Settings
+from graphpass.padding import AtenGraph, ignores_numbers
 from graphpass.regions.execute import value_of
 from graphpass.regions.floats import FloatInputs, floats_as_tensors
-from graphpass.regions.lists import ListInputs, lists_as_entries
-from graphpass.regions.padding import AtenGraph, ignores_numbers
 from graphpass.regions.split import Partition, partition, uncompiled_copy
 from graphpass.regions.symbols import graph_inputs
-from graphpass.regions.wrapped import WrappedTensors, unwrapped
+from graphpass.regions.tensorlists import ListInputs, lists_as_entries
+from graphpass.regions.wrappertensors import WrappedTensors, unwrapped
 from graphpass.report.records import LOADED, WARM_START, CallableRecord, CompileSeconds
 from graphpass.saved.files import SEE_SAVED, UsedKeys
 from graphpass.saved.graphs import GraphIdentity, SavedGraphs

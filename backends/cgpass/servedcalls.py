@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from cgpass.cuts import CallResults
 from cgpass.exactgraphs import ExactGraphs
 from cgpass.keyrules import AutoRules
-from cgpass.outputs import CallResults
-from cgpass.sizes import InputLayout, value_at
+from cgpass.namedsizes import InputLayout, value_at
 from cgpass.wrappers import CallableGraphs
 from graphpass.capture.replay import GraphEntry
 from graphpass.capture.staging import storage_id

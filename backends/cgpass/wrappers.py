@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from cgpass.appended import AppendedInputs
+from cgpass.extrainputs import AppendedInputs
 from cgpass.keyrules import AutoRules
+from cgpass.namedsizes import NamedSizes
 from cgpass.plans import ReplayPlans, wrapped_regions
-from cgpass.sizes import NamedSizes
 from graphpass.capture.outputs import clone_pool_tensors, own_objects
 from graphpass.capture.replay import GraphEntry, ReplayPlan
 from graphpass.capture.runtime import GraphRuntime
@@ -23,7 +23,7 @@ from graphpass.context import ForwardContext, entered
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.options import Settings
 from graphpass.regions.split import Partition
-from graphpass.regions.wrapped import WrappedTensors
+from graphpass.regions.wrappertensors import WrappedTensors
 from graphpass.report.records import CallableRecord, RegionId
 
 

@@ -22,7 +22,7 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from graphpass import CUDAGraphMode
-from graphpass.engine import ManagerStats
+from graphpass.serving import ManagerStats
 from graphpass.text import CausalLM, Generation, GenerationStats, Request
 
 VOCABULARY, CIRCLE, NUM_PROMPTS, LONGEST_PROMPT = 512, 16, 8, 24

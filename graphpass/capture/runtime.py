@@ -18,11 +18,11 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from graphpass.capture.givenup import GivenUpFunctions, against_recompiling
 from graphpass.capture.pool import PoolLease
 from graphpass.capture.replay import WRAPPER_EVENTS, EntryTable
 from graphpass.capture.scope import CaptureScope, CaptureScopes
 from graphpass.capture.settings import frozen_objects
+from graphpass.capture.untracedcalls import GivenUpFunctions, against_recompiling
 from graphpass.compat import dynamo, memory
 from graphpass.errors import OptionError, named
 from graphpass.keys import BatchDescriptor, CUDAGraphMode

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from graphpass.capture.modelstate import entry_of
 from graphpass.cli.explain import quiet_compiler
 from graphpass.cli.usermodel import Program, Result, users_code
 from graphpass.errors import CommandError
-from graphpass.ladder.modelstate import entry_of
 from graphpass.report.drawing import Picture, Table, bar_chart, counted
 
 Step = Callable[[], Any]

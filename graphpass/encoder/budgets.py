@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from graphpass.capture import CapturePolicy
+from graphpass.capture.modelstate import ModelState
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.staging import copy_each
 from graphpass.capture.wrapper import CUDAGraphWrapper
@@ -34,7 +35,10 @@ from graphpass.encoder.protocol import (
 )
 from graphpass.errors import CaptureError, EncoderConfigError, ShapeError
 from graphpass.keys import CUDAGraphMode
-from graphpass.ladder.estimate import (
+from graphpass.ledger import Reason, why_failed
+from graphpass.paddedcalls import PaddedMemory, fill_padding
+from graphpass.progress import capture_progress
+from graphpass.serving.estimate import (
     NOTHING_ESTIMATED,
     DeviceMemory,
     Key,
@@ -44,11 +48,7 @@ from graphpass.ladder.estimate import (
     capture_within,
     estimated,
 )
-from graphpass.ladder.modelstate import ModelState
-from graphpass.ladder.traffic import CapturedGraph
-from graphpass.ledger import Reason, why_failed
-from graphpass.paddedcalls import PaddedMemory, fill_padding
-from graphpass.progress import capture_progress
+from graphpass.serving.traffic import CapturedGraph
 
 _log = logging.getLogger("graphpass")
 

@@ -22,7 +22,7 @@ import torch
 
 from graphpass.encoder.protocol import EncoderGraphKey, EncoderItemSpec
 from graphpass.errors import EncoderConfigError
-from graphpass.ladder.traffic import timed_s
+from graphpass.serving.traffic import timed_s
 
 _TIMED_SIZES, _TIMED_EAGERLY = 12, 6  # an eager call takes several times as long as a replay
 _FILLED = 0.95

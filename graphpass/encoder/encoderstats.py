@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.encoder.budgets import CapturedEncoder
 from graphpass.encoder.protocol import EncoderGraphKey
-from graphpass.ladder.traffic import Traffic, captured_group
 from graphpass.ledger import CountedReason, Ledger, Reason, Row
 from graphpass.report import KeyUse, Problem, ReportFigures, SizeTraffic, Table
 from graphpass.report.drawing import counted, text_of
 from graphpass.report.figures import key_sizes, padding_share
+from graphpass.serving.traffic import Traffic, captured_group
 
 REPLAYED, EAGER, REQUEST, OTHER_SETTING = "replayed", "ran eagerly", "request", "other setting"  # events of an encoder
 

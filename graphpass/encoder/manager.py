@@ -36,10 +36,10 @@ from graphpass.encoder.protocol import (
 from graphpass.encoder.sharding import encoded_by_all
 from graphpass.errors import CaptureError, EncoderConfigError, positive
 from graphpass.keys import CUDAGraphMode
-from graphpass.ladder.estimate import NOTHING_ESTIMATED, MemoryEstimate
 from graphpass.ledger import Ledger
 from graphpass.ranks.group import DataParallelAgreement
 from graphpass.report import Report
+from graphpass.serving.estimate import NOTHING_ESTIMATED, MemoryEstimate
 
 _log = logging.getLogger("graphpass")
 _LARGER = (

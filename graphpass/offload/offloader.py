@@ -19,10 +19,10 @@ from torch import nn
 
 from graphpass.compat import memory
 from graphpass.compat.subclasses import is_wrapper, plain_state, plain_tensors, rebuild_of
-from graphpass.engine import ForwardHooks
 from graphpass.errors import DeviceError, OffloadError, OptionError
 from graphpass.offload.onload import IN_CONTEXT, ONLOAD
 from graphpass.offload.slots import SlotRotation, WeightPlace, copies_to, layout_of
+from graphpass.serving import ForwardHooks
 
 
 class WeightOffloader(ForwardHooks):

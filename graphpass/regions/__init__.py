@@ -5,10 +5,7 @@ module, ``stitch`` generates the code that runs the modules in order, ``dump`` w
 ``padding`` proves which sizes may be padded.
 """
 
-from graphpass.regions.analysis import SplitReason
-from graphpass.regions.assign import Region
-from graphpass.regions.eagerrules import DEFAULT_RULES, SplitRule, splits_at
-from graphpass.regions.padding import (
+from graphpass.padding import (
     AtenGraph,
     OpCall,
     PaddedValue,
@@ -20,6 +17,9 @@ from graphpass.regions.padding import (
     padding_of,
     register_padding_rule,
 )
+from graphpass.regions.analysis import SplitReason
+from graphpass.regions.assign import Region
+from graphpass.regions.eagerrules import DEFAULT_RULES, SplitRule, splits_at
 from graphpass.regions.split import Partition
 from graphpass.regions.symbols import GraphInput
 

@@ -14,10 +14,10 @@ from torch import nn
 
 from graphpass.compat import operators, trees
 from graphpass.errors import OptionError, ShapeError
+from graphpass.padding.opcall import OpCall, Returned, tensors_of
+from graphpass.padding.table import register_padding_rule
+from graphpass.padding.values import PaddedValue
 from graphpass.regions.execute import storages_of
-from graphpass.regions.padding.calls import OpCall, Returned, tensors_of
-from graphpass.regions.padding.table import register_padding_rule
-from graphpass.regions.padding.values import PaddedValue
 
 _NUMBERS = itertools.count()
 

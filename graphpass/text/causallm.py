@@ -12,13 +12,13 @@ import torch
 from graphpass.dispatch.dispatcher import CudagraphDispatcher
 from graphpass.dispatch.dispatchkeys import DispatchReason, LoraKeys
 from graphpass.dispatch.owngraphs import LEAST_REPLAYS
-from graphpass.engine.batch import InputSpec
-from graphpass.engine.manager import CudaGraphManager
-from graphpass.engine.stats import ManagerStats
 from graphpass.errors import OptionError, is_integer
 from graphpass.keys import AttentionSupport, BatchDescriptor, CUDAGraphMode
-from graphpass.ladder.estimate import Key
 from graphpass.report import Report
+from graphpass.serving.batch import InputSpec
+from graphpass.serving.estimate import Key
+from graphpass.serving.manager import CudaGraphManager
+from graphpass.serving.stats import ManagerStats
 from graphpass.text.drafting import Drafter
 from graphpass.text.experts import compute_experts_by_token
 from graphpass.text.generation import complete, requests_of

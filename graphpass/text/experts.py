@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from graphpass.errors import OptionError, ShapeError
-from graphpass.regions.padding import OpCall, PaddedValue, register_padding_rule
+from graphpass.padding import OpCall, PaddedValue, register_padding_rule
 
 EXPERT_LINEAR = "graphpass::expert_linear"
 HUGGING_FACE_NAME = "graphpass_experts"

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from graphpass.engine.batch import Batch
-from graphpass.engine.manager import CudaGraphManager
 from graphpass.errors import OptionError, OutOfPagesError
 from graphpass.progress import progress_bar
+from graphpass.serving.batch import Batch
+from graphpass.serving.manager import CudaGraphManager
 from graphpass.text.drafting import Drafter, NgramDrafter, Speculation
 from graphpass.text.lora import LoraAdapters, LoraModel
 from graphpass.text.paged import PagedAttention, PagedRequests

@@ -28,9 +28,9 @@ from torch import nn
 from graphpass.compat import nnmodules
 from graphpass.context import current_context
 from graphpass.dispatch.dispatchkeys import LoraKeys
-from graphpass.engine.batch import Batch, InputSpec
 from graphpass.errors import OptionError, ShapeError, did_you_mean, positive
-from graphpass.regions.padding import OpCall, PaddedValue, register_padding_rule
+from graphpass.padding import OpCall, PaddedValue, register_padding_rule
+from graphpass.serving.batch import Batch, InputSpec
 
 ADD_LORA = "graphpass::add_lora"
 NO_ADAPTER = -1

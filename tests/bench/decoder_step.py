@@ -23,7 +23,7 @@ from rich.table import Table
 
 import cgpass
 import graphpass as gp
-from graphpass.ladder.modelstate import entry_of
+from graphpass.capture.modelstate import entry_of
 from tests.bench.decoder import SPLITTING_OP, Decoder, DecoderSizes, SixInputs, make_decoder
 from tests.bench.timing import (
     HandCapture,

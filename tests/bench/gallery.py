@@ -31,7 +31,7 @@ import torch
 from rich.console import Console
 
 import cgpass
-from graphpass.ladder.modelstate import entry_of
+from graphpass.capture.modelstate import entry_of
 from tests.bench.timing import Spread, Timing, environment, interleaved, write_json
 from tests.bench.turns import in_turn, take_turn
 from tests.e2e.gallery import FOLDER, PAGES, GalleryPage, Namespace

@@ -30,7 +30,7 @@ from graphpass.compat import symbolic
 from graphpass.compile import RegionCompiler, reading, traced_regions
 from graphpass.regions import AtenGraph, PaddingProof, Partition
 from graphpass.regions.floats import floats_as_tensors
-from graphpass.regions.padding import prove_partition
+from graphpass.regions.partitionproof import prove_partition
 
 LAYERS = (12, 48)
 WIDTH, HEADS, NUM_IDS = 64, 4, 100

@@ -25,8 +25,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from graphpass.capture.modelstate import entry_of
 from graphpass.cli.benchmark import Spread, host_us, in_rounds
-from graphpass.ladder.modelstate import entry_of
 
 Step = Callable[[], Any]
 

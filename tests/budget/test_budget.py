@@ -71,7 +71,7 @@ def test_a_solid_block_counts_its_lines_of_120_columns() -> None:
 def test_a_line_of_the_product_counts_as_about_one() -> None:
     files = list(files_now())
     assert sum(lines_of(files).values()) == pytest.approx(sum(text.count(b"\n") for _, text in files), rel=0.05)
-    assert {"graphpass", "graphpass/regions/padding", "backends/cgpass"} <= lines_of(files).keys() == budgets().keys()
+    assert {"graphpass", "graphpass/padding", "backends/cgpass"} <= lines_of(files).keys() == budgets().keys()
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from graphpass import (
 )
 from graphpass.ranks import DataParallelAgreement
 from graphpass.regions import register_padding_rule
-from tests.unit.engine.managed import GrowingRuntime
+from tests.unit.serving.managed import GrowingRuntime
 
 NUM_RANKS, WIDTH, LARGEST = 4, 6, 24
 SIZES = (2, 4, 8, 16)

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from graphpass import DispatchReason
-from graphpass.engine.batch import Batch
-from graphpass.engine.manager import CudaGraphManager
 from graphpass.errors import OptionError
 from graphpass.keys import CUDAGraphMode
+from graphpass.serving.batch import Batch
+from graphpass.serving.manager import CudaGraphManager
 from graphpass.text import CausalLM, Generation, PagedAttention, PagedRequests, Request
 from graphpass.text.causallm import default_capture_sizes
 from tests.e2e.greedy import NEAR_TIE, Reference, References, continued
 from tests.e2e.hugging_face import far_from_initial
-from tests.unit.engine.test_manager_capture import GrowingRuntime
+from tests.unit.serving.test_manager_capture import GrowingRuntime
 
 transformers = pytest.importorskip("transformers")
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from graphpass.engine.manager import CudaGraphManager
 from graphpass.errors import OptionError
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
+from graphpass.serving.manager import CudaGraphManager
 from graphpass.text import CausalLM, Drafter, Generation, GenerationStats, NgramDrafter, Request
 from graphpass.text.scheduler import Ints
 from tests.e2e.greedy import Reference, References, continued

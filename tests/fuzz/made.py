@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from graphpass.compat import symbolic
-from graphpass.regions.padding import Asked, AtenGraph, Insertion, Verdict, fills, input_values, made, padding_of, write
+from graphpass.padding import Asked, AtenGraph, Insertion, Verdict, fills, input_values, made, padding_of, write
 from tests.fuzz.padding import walk
 
 aten = torch.ops.aten

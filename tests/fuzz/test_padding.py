@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from graphpass.regions.padding import PaddingProof, Verdict, padding_of
+from graphpass.padding import PaddingProof, Verdict, padding_of
 from tests.fuzz.padding import KINDS, Program, padded_input, real_input, walk
 from tests.fuzz.padding_ops import OPS
 

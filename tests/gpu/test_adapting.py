@@ -14,7 +14,7 @@ from graphpass.dispatch.owngraphs import OwnGraphs
 from tests.gpu.shared import FULL, PIECEWISE, WIDTH, managed, rows_of
 from tests.gpu.test_encoder import assert_same, made, on_gpu
 from tests.unit.encoder import toy
-from tests.unit.engine.managed import NUM_SLOTS, Attends, SlotBuilder
+from tests.unit.serving.managed import NUM_SLOTS, Attends, SlotBuilder
 
 pytestmark = [pytest.mark.cuda, pytest.mark.alone]
 WIDE, MOST = 1024, 4096

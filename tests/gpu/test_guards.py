@@ -18,7 +18,7 @@ import cgpass
 import graphpass as gp
 from graphpass.compat import operators
 from tests.gpu.shared import COMPILERS, FULL, PIECEWISE, call, capture, fresh_op, wrap
-from tests.unit.engine.models import Attends
+from tests.unit.serving.models import Attends
 
 pytestmark = pytest.mark.cuda
 

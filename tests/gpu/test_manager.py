@@ -18,7 +18,7 @@ from graphpass.regions import register_padding_rule
 from tests.gpu import shared
 from tests.gpu.shared import COMPILERS, ROWS, WIDTH, fresh_op
 from tests.gpu.shared import rows_of as rows
-from tests.unit.engine.managed import NUM_SLOTS, Attends, SlotBuilder
+from tests.unit.serving.managed import NUM_SLOTS, Attends, SlotBuilder
 
 pytestmark = pytest.mark.cuda
 

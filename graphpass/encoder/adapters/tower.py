@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from graphpass.capture.modelstate import ModelState, SharesWeights, with_own_code
 from graphpass.capture.settings import capture_settings
 from graphpass.capture.tape import call_compiled
 from graphpass.compat import dynamo, nnmodules, trees
@@ -19,7 +20,6 @@ from graphpass.context import set_forward_context
 from graphpass.encoder.adapters.tables import OWN_TOWER
 from graphpass.encoder.attention import kernel_of, use_packed_attention
 from graphpass.errors import EncoderConfigError, positive
-from graphpass.ladder.modelstate import ModelState, SharesWeights, with_own_code
 from graphpass.report import KernelUse
 
 

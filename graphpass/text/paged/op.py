@@ -6,7 +6,7 @@ import torch
 
 from graphpass.context import get_forward_context, is_forward_context_available
 from graphpass.errors import ContextError
-from graphpass.regions.padding import OpCall, PaddedValue, register_padding_rule
+from graphpass.padding import OpCall, PaddedValue, register_padding_rule
 from graphpass.text.paged.metadata import AttentionCall, PagedStep
 
 PAGED_ATTENTION = "graphpass::paged_attention"

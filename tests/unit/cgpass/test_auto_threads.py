@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import graphpass as gp
-from cgpass.auto import AutoDispatcher
+from cgpass.autodispatch import AutoDispatcher
 from cgpass.exactgraphs import ExactGraphs
 from cgpass.servedcalls import ServedCalls
 from graphpass import GraphRuntime

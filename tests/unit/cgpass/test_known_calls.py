@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-import cgpass.auto
+import cgpass.autodispatch
 from cgpass.callable import GraphedCallable
 from cgpass.paddingcheck import PaddedCall
 from graphpass.capture.replay import EntryTable
@@ -108,13 +108,13 @@ def test_instances_that_share_a_callable_have_each_their_replay(lookups: list[in
 
 def test_padding_is_checked_once_a_key(compiled: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of the key's own size have nothing to check, and the first padded one is, although its graph is known."""
-    checked, check = list[int](), cgpass.auto.fault_of_padding
+    checked, check = list[int](), cgpass.autodispatch.fault_of_padding
 
     def noted(call: PaddedCall) -> Any:
         checked.append(next(len(arg) for arg in call.args if isinstance(arg, torch.Tensor)))
         return check(call)
 
-    monkeypatch.setattr(cgpass.auto, "fault_of_padding", noted)
+    monkeypatch.setattr(cgpass.autodispatch, "fault_of_padding", noted)
     fast = compiled(lambda x: x.relu(), dynamic=True, capture_sizes=[4, 8])
     fast.serve([8, 8, 8, 5, 6, 5, 5, 3, 3, 4])
     assert checked == [5, 3]

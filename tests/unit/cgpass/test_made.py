@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import graphpass as gp
-from cgpass import appended
-from graphpass.regions.padding import interpreter, lowering
+from cgpass import extrainputs
+from graphpass.padding import interpreter, lowering
 from tests.threads import in_threads
 from tests.unit.cgpass.attended import Make
 from tests.unit.compiled import Compiled, agrees
@@ -397,9 +397,9 @@ def test_a_graph_that_it_does_not_help_is_left_as_it_is(compiled: Make) -> None:
 def test_real_sizes_of_a_users_capture_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture records how they are made; memory that only its replay fills serves no other call."""
     symbol = sympy.Symbol("s0")
-    sizes = appended.RealSizes({symbol: (0, 0)}, torch.device("cpu"))
+    sizes = extrainputs.RealSizes({symbol: (0, 0)}, torch.device("cpu"))
     x = torch.zeros(3)
-    monkeypatch.setattr(appended.memory, "is_capturing_stream", lambda device: True)
+    monkeypatch.setattr(extrainputs.memory, "is_capturing_stream", lambda device: True)
     captured = sizes.of([x])
     monkeypatch.undo()
     first, second = sizes.of([x]), sizes.of([x])

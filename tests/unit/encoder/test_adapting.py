@@ -10,11 +10,11 @@ from graphpass.encoder import PackingCosts
 from graphpass.encoder.budgets import EncoderGraphs
 from graphpass.encoder.protocol import EncoderGraphKey
 from graphpass.errors import CaptureError, EncoderConfigError
-from graphpass.ladder.estimate import NOTHING_ESTIMATED
-from graphpass.ladder.traffic import CapturedGraph
+from graphpass.serving.estimate import NOTHING_ESTIMATED
+from graphpass.serving.traffic import CapturedGraph
 from tests.unit.encoder import toy
 from tests.unit.encoder.toy import BUDGETS, MERGE, assert_right, made
-from tests.unit.engine.managed import GrowingRuntime
+from tests.unit.serving.managed import GrowingRuntime
 
 
 def repeated(manager: EncoderCudaGraphManager, *tokens: int, times: int = 3) -> None:

@@ -13,7 +13,7 @@ import torch
 from graphpass.encoder import EncoderGraphKey
 from graphpass.encoder.costs import EncoderCosts, ItemCosts, Load, TimedExample, eager_curve, measured_costs
 from graphpass.encoder.protocol import EncoderItems, EncoderOutput
-from graphpass.ladder import traffic
+from graphpass.serving import traffic
 from tests.unit.encoder import toy
 from tests.unit.encoder.toy import BUDGETS, assert_same, made
 

@@ -25,7 +25,7 @@ from graphpass.errors import CaptureError
 from tests.threads import in_threads
 from tests.unit.encoder import toy
 from tests.unit.encoder.toy import BUDGETS, MIXED, assert_right, assert_same, made
-from tests.unit.engine.managed import GrowingRuntime
+from tests.unit.serving.managed import GrowingRuntime
 
 
 def poison(manager: EncoderCudaGraphManager) -> None:

@@ -15,7 +15,7 @@ from graphpass.encoder.protocol import EncoderItems, EncoderOutput
 from tests.unit.encoder import toy
 from tests.unit.encoder.test_manager import exchanged, moved, replaced
 from tests.unit.encoder.toy import MIXED, assert_right, assert_same, made
-from tests.unit.engine.ambient import AMBIENT_CHANGES, autocast
+from tests.unit.serving.ambient import AMBIENT_CHANGES, autocast
 
 
 def test_a_shared_pool_is_shared_again_after_weights_moved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 import graphpass as gp
 from graphpass.errors import CaptureError, OptionError
-from tests.unit.engine.managed import WIDTH, captured, run
+from tests.unit.serving.managed import WIDTH, captured, run
 
 SIZES = (8, 4, 6, 2) * 5
 FACTORS = {2: 3.0, 4: 5.0, 6: 7.0, 8: 9.0}

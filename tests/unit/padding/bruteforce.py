@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import Tensor
 
-from graphpass.regions.padding import PaddingProof, Verdict
+from graphpass.padding import PaddingProof, Verdict
 from tests.unit.padding.tracing import HINTS, INPUTS, Sizes, Traced
 
 # The order in which a kernel sums may change with its size: the last bits of float64, nothing that padding could do.

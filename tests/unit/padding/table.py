@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from graphpass.regions.padding import Verdict
+from graphpass.padding import Verdict
 
 _VERDICTS = {
     "+": Verdict.PROVED,

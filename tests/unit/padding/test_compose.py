@@ -15,9 +15,18 @@ from torch import Tensor, fx, nn
 from graphpass import partition
 from graphpass.compat import symbolic
 from graphpass.compile import COMPILERS, RegionCompiler, reading, traced_regions
-from graphpass.regions import AtenGraph, OpCall, PaddedValue, PaddingProof, Partition, Verdict, register_padding_rule
-from graphpass.regions.padding import ignores_numbers, prove_partition
-from graphpass.regions.padding import proof as padding_proof
+from graphpass.padding import ignores_numbers
+from graphpass.regions import (
+    AtenGraph,
+    OpCall,
+    PaddedValue,
+    PaddingProof,
+    Partition,
+    Verdict,
+    partitionproof,
+    register_padding_rule,
+)
+from graphpass.regions.partitionproof import prove_partition
 
 PROVED, UNPROVED = Verdict.PROVED, Verdict.UNPROVED
 
@@ -225,8 +234,8 @@ def test_equal_layers_are_interpreted_once(num_layers: int, monkeypatch: pytest.
         interpreted.append(graph)
         return interpret(graph, *args)
 
-    interpret = padding_proof.interpret
-    monkeypatch.setattr(padding_proof, "interpret", counting)
+    interpret = partitionproof.interpret
+    monkeypatch.setattr(partitionproof, "interpret", counting)
     prover = Prover()
     proof = prover.prove(Decoder(num_layers).eval(), X)
     assert len(prover.parts[0].regions) == 2 * num_layers + 1

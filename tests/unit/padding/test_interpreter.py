@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from graphpass import partition
 from graphpass.compile import traced_regions
 from graphpass.errors import OptionError
-from graphpass.regions.padding import (
+from graphpass.padding import (
     AtenGraph,
     OpCall,
     PaddedValue,
@@ -28,11 +28,11 @@ from graphpass.regions.padding import (
     Sizes,
     Verdict,
     interpret,
-    mixing_of,
     padding_of,
     register_padding_rule,
 )
-from graphpass.regions.padding.values import LOW_SCORES, VISIBLE_ENTRY
+from graphpass.padding.values import LOW_SCORES, VISIBLE_ENTRY
+from graphpass.regions.partitionproof import mixing_of
 
 aten = torch.ops.aten
 BATCH, SEQ, FEATURES = 3, 5, 8

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphpass.regions.padding import (
+from graphpass.padding import (
     Asked,
     AtenGraph,
     Made,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from graphpass.regions.padding import Verdict, padding_of
+from graphpass.padding import Verdict, padding_of
 from tests.mutations import mutations
 from tests.unit.padding.bruteforce import differences, unsound
 from tests.unit.padding.programs import PROGRAMS, TABLES

@@ -14,8 +14,8 @@ import sympy
 import torch
 from torch.utils._pytree import tree_map
 
-from graphpass.regions.padding import AtenGraph, PaddingProof, Verdict, padding_of
-from graphpass.regions.padding.table import BUILT_IN
+from graphpass.padding import AtenGraph, PaddingProof, Verdict, padding_of
+from graphpass.padding.table import BUILT_IN
 from tests.fuzz.padding import world
 from tests.unit.padding.onecall import REAL, difference, graph_of, real_tensors, results_of, tensors_of
 from tests.unit.padding.samples import POINTWISE, SAMPLES, Drawn, Sample

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphpass.regions.padding import PaddedValue, PaddingFinding
-from graphpass.regions.padding.sizes import Question, Regrouping, Sizes, product, quotient
-from graphpass.regions.padding.values import (
+from graphpass.padding import PaddedValue, PaddingFinding
+from graphpass.padding.sizes import Question, Regrouping, Sizes, product, quotient
+from graphpass.padding.values import (
     Approximate,
     Entry,
     Filled,

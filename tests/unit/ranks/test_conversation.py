@@ -16,7 +16,7 @@ from graphpass.ranks import DataParallelAgreement
 from graphpass.ranks.conversation import AgreedSteps, RankDecision
 from graphpass.ranks.decision import REASONS, RankBatch
 from graphpass.regions import register_padding_rule
-from tests.unit.engine.managed import (
+from tests.unit.serving.managed import (
     EVENTS,
     FULL,
     NONE,

@@ -9,10 +9,9 @@ from torch import nn
 
 from graphpass import GraphedModel, graphed
 from graphpass.capture import CallableRecord, RegionRecord, SizeRecord
-from graphpass.engine import CapturedGroup
-from graphpass.ladder import MemoryGrowth
 from graphpass.ledger import PaddingFinding
 from graphpass.report import Costs, CountedReason, KernelUse, KeyUse, Problem, Reason, ReportFigures, SizeTraffic
+from graphpass.serving import CapturedGroup, MemoryGrowth
 
 HOSTILE = "</td><script>alert('x')</script>\"><a href=//evil.example onclick=y>[/red]"
 ATTENTION = "torch.nn.functional.scaled_dot_product_attention"

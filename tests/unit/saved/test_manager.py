@@ -54,7 +54,7 @@ def test_an_engine_for_one_request_loads_what_larger_batches_need(
     first.close()
     torch.compiler.reset()
     counters.clear()
-    for name in ("cgpass.pipeline.partition", "graphpass.engine.uncompiled.partition"):
+    for name in ("cgpass.pipeline.partition", "graphpass.serving.tokenmixing.partition"):
         monkeypatch.setattr(name, None)
     second = manager(model, tmp_path, (1,), max_num_reqs=1)
     second.capture()

@@ -1,0 +1,184 @@
+"""Inputs that the backend appends to the arguments that Dynamo passes.
+
+Dynamo does not pass every tensor that its graph reads: the parameters and the state of an optimizer are attributes of
+the graph module. Each of these becomes a placeholder after Dynamo's own. So all tensors that a graph reads are inputs,
+with the same names, address guards and undo of a capture. The real sizes of padded dimensions follow them, for what
+is made of padding. Before these come the tensors that are made on the CPU ahead of each call.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from cgpass.namedsizes import symbols_in, value_at
+from graphpass.compat import dynamo, memory, symbolic
+from graphpass.compat.subclasses import is_wrapper, plain_tensors
+from graphpass.options import Settings
+from graphpass.regions.execute import value_of
+from graphpass.regions.fromsizes import Beforehand, found_beforehand
+from graphpass.regions.symbols import REAL_SIZES
+from graphpass.regions.wrappertensors import as_parts
+
+_MAX_REMEMBERED = 4096
+
+
+class RealSizes:
+    """The real sizes of a call: those of all symbols, as one vector of int32.
+
+    Each call has its own vector, or that of earlier calls of equal sizes, which nothing changes. So a size never
+    changes under a graph that is running, or under a call of another thread.
+
+    Args:
+        places: symbol -> where a call has it, in the order of the vector.
+        device: of the vector.
+    """
+
+    def __init__(self, places: Mapping[sympy.Symbol, tuple[int, int | None]], device: torch.device) -> None:
+        self._places, self._device = tuple(places.values()), device
+        #: symbol -> its entry in the vector
+        self.entries = {symbol: entry for entry, symbol in enumerate(places)}
+        self._vectors: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_vectors": {}}
+
+    def of(self, args: Sequence[Any]) -> torch.Tensor:
+        """The vector for a call with these arguments."""
+        sizes = tuple([args[p] if dim is None else args[p].shape[dim] for p, dim in self._places])
+        vector = self._vectors.get(sizes)  # guard: real_size_of_the_call
+        if vector is None:
+            if len(self._vectors) >= _MAX_REMEMBERED:
+                self._vectors.clear()
+            with torch.inference_mode(False), torch.no_grad():
+                parts = [torch.full((1,), size, dtype=torch.int32, device=self._device) for size in sizes]
+                vector = torch.cat(parts)
+            if not memory.is_capturing_stream(self._device):  # guard: real_sizes_of_a_users_capture
+                self._vectors[sizes] = vector
+        return vector
+
+
+class MadeInputs:
+    """The inputs that are made on the CPU before each call, see :mod:`graphpass.regions.fromsizes`."""
+
+    def __init__(self, part: Beforehand, places: Mapping[sympy.Symbol, tuple[int, int | None]]) -> None:
+        self._run, self._sizes, self._places = part.run, part.sizes, places
+
+    def of(self, args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        """Their values for a call with these arguments."""
+        sizes = {symbol: args[p] if dim is None else args[p].shape[dim] for symbol, (p, dim) in self._places.items()}
+        with torch.inference_mode(False), torch.no_grad():
+            return self._run(*[value_at(size, sizes) for size in self._sizes])
+
+
+class AppendedInputs:
+    """The values of the appended inputs in each call."""
+
+    def __init__(
+        self, attributes: Sequence[torch.Tensor], sizes: RealSizes | None, made: MadeInputs | None = None
+    ) -> None:
+        self._attributes, self._made = tuple(attributes), made
+        self.sizes = sizes  #: the real sizes; None if there are none
+        self._traced = [_layout(tensor) for tensor in attributes]
+        self._have_traced_layouts = memory.layouts_of(attributes)
+
+    def after(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Dynamo's arguments, and the appended ones."""
+        made = () if self._made is None else self._made.of(args)
+        return (*args, *self._attributes, *made, *(() if self.sizes is None else (self.sizes.of(args),)))
+
+    def at_sizes_of(self, args: Sequence[Any]) -> list[Any]:
+        """All arguments, the real sizes being those of the others."""
+        return list(args) if self.sizes is None else [*args[:-1], self.sizes.of(args)]
+
+    def changed(self) -> str | None:
+        """How an attribute differs from its trace, as text, or None: ``tensor.data = other`` keeps Dynamo's guards."""
+        if self._have_traced_layouts(*self._attributes):
+            return None
+        for tensor, traced in zip(self._attributes, self._traced, strict=True):
+            if _layout(tensor) != traced:
+                return f"{_shown(_layout(tensor))}, traced as {_shown(traced)}"
+        self._have_traced_layouts = memory.layouts_of(self._attributes)  # another mode of the thread, equal layouts
+        return None
+
+
+def attributes_read(graph_module: fx.GraphModule) -> dict[str, torch.Tensor]:
+    """{path: tensor} of the tensor attributes that a graph reads; without subgraphs of higher-order operators."""
+    paths = dict.fromkeys(str(node.target) for node in graph_module.graph.find_nodes(op="get_attr"))
+    values = {path: operator.attrgetter(path)(graph_module) for path in paths}
+    return {path: value for path, value in values.items() if isinstance(value, torch.Tensor)}
+
+
+def lift_attributes(graph_module: fx.GraphModule, sources: Mapping[str, str]) -> list[torch.Tensor]:
+    """Turn the tensor attributes that a graph reads into inputs with static addresses; of wrappers, what is in them."""
+    attributes = attributes_read(graph_module)
+    lifted: dict[str, fx.Node] = {}
+    for node in graph_module.graph.find_nodes(op="get_attr"):
+        path = str(node.target)
+        if path in attributes:
+            if path not in lifted:
+                meta = dynamo.meta_of_static_input(node, attributes[path], sources.get(path, path))
+                lifted[path] = append_placeholder(graph_module.graph, node.name, meta)
+            node.replace_all_uses_with(lifted[path])
+            graph_module.graph.erase_node(node)
+    for path, placeholder in lifted.items():
+        if is_wrapper(attributes[path]):
+            as_parts(placeholder)
+    return [tensor for path in lifted for _, tensor in plain_tensors(attributes[path])]
+
+
+def append_made(graph: fx.Graph) -> MadeInputs | None:
+    """Turn what a graph makes on the CPU from sizes, and copies to its device, into inputs; None if there is none."""
+    part = found_beforehand(graph)
+    if part is None:
+        return None
+    places, symbols = symbolic.places_of(map(value_of, graph.find_nodes(op="placeholder"))), symbols_in(part.sizes)
+    if not symbols <= places.keys():
+        return None
+    for node in part.copies:
+        node.replace_all_uses_with(append_placeholder(graph, node.name, {"example_value": value_of(node)}))
+    for node in (*reversed(part.copies), *reversed(part.others)):
+        graph.erase_node(node)
+    return MadeInputs(part, {symbol: places[symbol] for symbol in symbols})
+
+
+def append_placeholder(graph: fx.Graph, name: str, meta: Mapping[str, Any]) -> fx.Node:
+    """A new placeholder after all others."""
+    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+        placeholder = graph.placeholder(name)
+    placeholder.meta = dict(meta)
+    return placeholder
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+
+def _shown(layout: tuple[Any, ...]) -> str:
+    shape, strides, dtype, device = layout
+    return f"{shape} {dtype} on {device} with strides {strides}"
+
+
+def append_real_sizes(graph_module: fx.GraphModule, settings: Settings) -> RealSizes | None:
+    """Append the vector of real sizes to a graph whose padding may be made; None for others."""
+    graph = graph_module.graph
+    values = list(map(value_of, graph.find_nodes(op="placeholder")))
+    fake_mode = symbolic.fake_mode_of(values)
+    places = {
+        symbol: place
+        for symbol, place in symbolic.places_of(values).items()
+        if isinstance(symbol, sympy.Symbol) and not symbolic.is_unbacked(symbol)
+    }
+    if not settings.makes_padding() or not places or fake_mode is None:
+        return None
+    devices = [value.device for value in values if isinstance(value, torch.Tensor)]
+    device = next((one for one in devices if one.type != "cpu"), devices[0])
+    with symbolic.quiet_shapes(fake_mode), fake_mode, torch.no_grad():
+        vector = torch.empty((len(places),), dtype=torch.int32, device=device)
+    append_placeholder(graph, "graphpass_real_sizes", {"example_value": vector, REAL_SIZES: True})
+    return RealSizes(places, device)

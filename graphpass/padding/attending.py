@@ -1,0 +1,192 @@
+"""Attention, and what becomes of entries that a mask or another operator makes infinite."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import torch
+
+from graphpass.padding.combining import hiding, softmax, weight_of
+from graphpass.padding.opcall import (
+    HIDE_PADDING,
+    MOVES,
+    OpCall,
+    PaddingReason,
+    PaddingRule,
+    Returned,
+    tensors_of,
+    words,
+)
+from graphpass.padding.pointwise import broadcast, draws, entry_by_entry, real_entries
+from graphpass.padding.values import (
+    ALL_FINITE,
+    Approximate,
+    Factors,
+    Pad,
+    PaddedValue,
+    Place,
+    TensorShape,
+    blurred,
+    by_data,
+    cast_pad,
+    is_extreme,
+    is_finite,
+    is_low,
+    is_number,
+    shown,
+)
+
+# --- attention: padded keys need a mask or causal order
+
+
+def attention(call: OpCall) -> Returned:
+    """``softmax(q @ k.T + mask) @ v`` over [..., length, features]; all outputs but the first are for the backward."""
+    if call.argument("dropout_p", default=0.0) != 0.0:  # guard: proof_attention_dropout
+        draws(call)
+    query, key, value = call.tensor("query"), call.tensor("key"), call.tensor("value")
+    for tensor in (query, key, value):
+        call.unpadded(tensor, [tensor.rank - 1], "attends with features over")  # guard: proof_attention_features
+    given = call.argument("attn_mask", "attn_bias")
+    mask = given if isinstance(given, PaddedValue) else None
+    batches = query.factors[:-2]
+    for other in (key, value, *([mask] if mask is not None else [])):
+        offset = query.rank - other.rank
+        of_batches = PaddedValue(other.factors[max(0, -offset) : -2])
+        batches = tuple(call.unify_into(batches, of_batches))
+    keys = call.unify(key.factors[-2], value.factors[-2])
+    queries = query.factors[-2]
+    if mask is not None and mask.rank > 1 and call.sizes.unified(mask.factors[-2], queries) != queries:
+        raise call.refuse(f"a mask of rows {list(mask.factors[-2])} for queries {list(queries)}", queries[0])
+    if call.sizes.any_padded(keys):
+        _check_keys(call, query, keys, mask)
+        for tensor in (key, value):
+            for place in call.places(tensor, [tensor.rank - 2]):  # a weight of zero times infinity is NaN
+                if not is_finite(tensor.pad_at(place)):  # guard: proof_nan_as_values
+                    raise call.refuse_place(tensor, place, "multiplies by weights of zero over", HIDE_PADDING)
+    elif call.argument("is_causal", default=False) and call.sizes.any_padded(queries[1:]):
+        raise call.refuse(f"causal attention of queries with padding inside: {list(queries)}", queries[-1])
+    result = call.carried(PaddedValue((*batches, queries, value.factors[-1])), query, key, value)
+    if mask is not None:
+        result = _without_hidden_rows(call, result, mask)
+    if not isinstance(call.result, tuple):
+        return result
+    reason = PaddingReason("the outputs for its backward are not followed")
+    return (result, *call.sides(lambda shape: call.reached(call.fresh(shape), reason)))
+
+
+def _without_hidden_rows(call: OpCall, result: PaddedValue, mask: PaddedValue) -> PaddedValue:
+    """``result``, not finite in padding from which the mask hides all keys: some kernels compute NaN there."""
+    wide = broadcast(call, mask, (*result.factors[:-1], mask.factors[-1]))
+    pads = {place: wide.pad_at(place) for place in call.places(result)}
+    hidden = [place for place, pad in pads.items() if pad is False or not is_finite(shown(pad))]
+    return result.with_pads({**result.pads, **dict.fromkeys(hidden, Approximate.NOT_FINITE)})
+
+
+def _check_keys(call: OpCall, query: PaddedValue, keys: Factors, mask: PaddedValue | None) -> None:
+    """Refuse padded keys that a real query may see."""
+    at_fault, is_causal = call.sizes.first_padded(keys), call.argument("is_causal", default=False)
+    # Scores of padded keys would be NaN, which no mask that is added hides.
+    if not is_finite(query.held):  # guard: proof_attention_infinite_queries
+        raise call.refuse("multiplies infinite queries by padded keys", at_fault, HIDE_PADDING)
+    if mask is not None and mask.factors[-1] == keys:
+        places = call.places(mask, [mask.rank - 1])
+        pad = mask.pad_at(places[0]) if len(places) == 1 else None
+        # guard: proof_attention_bool_mask, proof_attention_mask
+        hides = pad is False if mask.dtype is torch.bool else is_low(pad)
+        if hides:
+            call.assumptions.update([ALL_FINITE, *(() if pad is False else hiding(pad))])
+            return
+        if not is_causal:
+            contents = "" if pad is None else f" (its padding holds {getattr(pad, 'value', pad)})"
+            why = f"attends to padded keys: the mask does not hide them{contents}"
+            raise call.refuse(why, at_fault, HIDE_PADDING)
+    if is_causal and query.factors[-2] == keys and call.sizes.starts_clean(keys):
+        call.assumptions.add(ALL_FINITE)
+        return
+    # guard: proof_attention_without_mask
+    raise call.refuse("attends to padded keys without a mask", at_fault, HIDE_PADDING)
+
+
+def self_attention(call: OpCall) -> Returned:
+    """``nn.TransformerEncoderLayer`` in eval mode: self-attention, then operators within rows."""
+    value = call.tensor("src")
+    call.unpadded_weights(*(name for name in call.arguments if name not in ("src", "mask")))
+    return attention(call.with_arguments(query=value, key=value, value=value, attn_mask=_shown(call)))
+
+
+def multi_head_attention(call: OpCall) -> Returned:
+    """``nn.MultiheadAttention`` in eval mode: its second result are the weights [batch, (heads,) queries, keys]."""
+    call.unpadded_weights(*(name for name in call.arguments if name not in ("query", "key", "value", "mask")))
+    attended = attention(replace(call.with_arguments(attn_mask=_shown(call)), result=call.shapes[0]))
+    assert isinstance(attended, PaddedValue), "attention with one result returns one value"
+
+    def weights(shape: TensorShape) -> PaddedValue:
+        batch, queries = attended.factors[:2]
+        value = PaddedValue((batch, *call.fresh(shape).factors[1:-2], queries, call.tensor("key").factors[1]))
+        to = {0: 0, 1: value.rank - 2}
+        pads: dict[Place, Pad | None] = {(to[dim], at): pad for (dim, at), pad in attended.padding}
+        return value.with_pads(pads | dict.fromkeys(call.places(value, [value.rank - 1]), 0.0))
+
+    return (attended, *call.sides(weights))
+
+
+def _shown(call: OpCall) -> PaddedValue | None:
+    """The mask as attention takes it. True, or a number other than zero, hides a key; ``mask_type`` names the shape.
+
+    0: [queries, keys], 1: [batch, keys], 2: [batch, heads, queries, keys]
+    """
+    mask = call.argument("mask")
+    if not isinstance(mask, PaddedValue):
+        return None
+    dims = {0: (0, 1), 1: (0, None, 1), 2: (0, 2, 3)}[call.argument("mask_type", default=0) or 0]
+    factors = tuple(mask.factors[dim] if dim is not None else () for dim in dims)
+    pads = {(dims.index(dim), at): not pad for (dim, at), pad in mask.padding if dim in dims and is_number(pad)}
+    return PaddedValue(factors, dtype=torch.bool).with_pads(pads)
+
+
+def flex_attention(call: OpCall) -> Returned:
+    """``higher_order.flex_attention``: batches are apart, unless its functions read what differs between them."""
+    others = dict(call.arguments)
+    attended = [others.pop(str(position)) for position in range(3)]
+    for tensor in tensors_of(others.values()):
+        call.unpadded(tensor, range(tensor.rank), "has a function or block mask that reads")
+    batch = call.tensor("0").factors[0]
+    for tensor in attended:
+        call.unpadded(tensor, range(1, tensor.rank), "attends over")  # guard: proof_flex_attention
+        if call.places(tensor, [0]):
+            batch = call.unify(batch, tensor.factors[0])
+    if call.sizes.any_padded(batch) and call.argument("reads_batch"):  # guard: proof_flex_attention_batch
+        raise call.refuse("has a function that reads the number of the batch", batch[-1])
+    return call.each(lambda shape: PaddedValue((batch, *call.fresh(shape).factors[1:]), dtype=shape.dtype))
+
+
+# --- infinities: entries of a result that a mask, or an operator, makes infinite
+
+_ALSO_MOVES = words(
+    "copy_ movedim tril triu take_along_dim unfold index_copy index_fill index_add slice_scatter select_scatter",
+    "zero_padding",
+)
+
+_HIDES = (attention, self_attention, multi_head_attention)
+"""Rules of operators that give no weight to what a mask of -inf hides."""
+
+
+def infinities_of(call: OpCall, rule: PaddingRule | None, value: PaddedValue) -> Pad | None:
+    """What real entries of ``value`` hold if the graph makes some of them infinite, else None."""
+    held = [tensor.held for tensor in tensors_of(call.arguments.values())]
+    numbers = [number for number in call.arguments.values() if isinstance(number, float) and is_extreme(number)]
+    if call.asks_independence or value.dtype is None or not (numbers or any(map(is_extreme, held))):
+        return None
+    if call.op == "graphpass.neutral":  # guard: made_infinities_are_padding
+        return call.tensor("self").real
+    if rule is entry_by_entry and not isinstance(call.result, tuple):
+        found = real_entries(call)
+    elif rule is softmax:
+        found = weight_of(call.name, *held)
+    elif call.name in MOVES or call.name in _ALSO_MOVES:
+        found = functools.reduce(by_data, (*held, *numbers))
+    else:
+        found = blurred(*(map(shown, held) if rule in _HIDES or call.name == "logsumexp" else held))
+    found = cast_pad(found, value.dtype)
+    return by_data(None, found) if is_extreme(found) else None

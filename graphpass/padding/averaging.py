@@ -1,0 +1,234 @@
+"""Rewrites of operators that average entries along a padded dimension: sums over the real entries, by their number.
+
+In float32 at least, as the operators compute. A variance is that of two passes: the mean is subtracted, and padding is
+zero again before the squares are summed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+
+from graphpass.padding import combining
+from graphpass.padding.making import Making, Operands
+from graphpass.padding.neutral import RESULTS
+from graphpass.padding.program import Ref
+from graphpass.padding.sizes import product
+from graphpass.padding.values import Size, TensorShape
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+class _Entries:
+    """The real entries of a value along some dimensions."""
+
+    def __init__(self, making: Making, ref: Ref, dims: Sequence[int], wide: torch.dtype) -> None:
+        self.making, self.ref, self.dims, self._wide = making, ref, tuple(dims), wide
+        factors = making.value(ref).factors
+        self.shape = replace(making.shape_of(ref), dtype=wide)
+        sizes = (1 if dim in self.dims else size for dim, size in enumerate(self.shape.sizes))
+        self.rows = TensorShape(tuple(sizes), wide)
+        self.number = product(tuple(size for dim in self.dims for size in factors[dim]))
+
+    def averaged(self, ref: Ref, rows: TensorShape, less: int = 0, *, keepdim: bool = True) -> Ref | None:
+        """The sum over the dimensions by the number of entries, which may be less than those that are summed."""
+        making = self.making
+        filled = making.filled(ref, making.places(ref, self.dims), 0)
+        # guard: made_fewer_than_summed
+        number: Size = self.number if not less else sympy.Max(self.number - less, 0)
+        count = making.real(number, TensorShape((), self._wide))
+        if filled is None or count is None:
+            return None
+        arguments: dict[str, Any] = {"self": filled, "dim": self.dims, "keepdim": keepdim, "dtype": self._wide}
+        total = making.emit("aten::sum.dim_IntList", rows, **arguments)
+        making.inserted("the real number of entries", self.number, replace(rows, sizes=()))
+        return making.emit("aten::div.Tensor", rows, self=total, other=count)
+
+    def moments(self, less: int = 0) -> tuple[Ref, Ref, Ref] | None:
+        """The mean, the variance, and the entries without the mean."""
+        mean = self.averaged(self.ref, self.rows)
+        if mean is None:
+            return None
+        making = self.making
+        centred = making.emit("aten::sub.Tensor", self.shape, self=self.ref, other=mean, alpha=1)
+        zeroed = making.filled(centred, making.places(centred, self.dims), 0)
+        if zeroed is None:
+            return None
+        squares = making.emit("aten::mul.Tensor", self.shape, self=zeroed, other=zeroed)
+        variance = self.averaged(squares, self.rows, less)
+        return None if variance is None else (mean, variance, centred)
+
+    def normalised(self, centred: Ref, variance: Ref, eps: float) -> Ref:
+        """The entries without their mean, with a variance of 1."""
+        raised = self.making.emit("aten::add.Scalar", self.rows, self=variance, other=eps, alpha=1)
+        scale = self.making.emit("aten::rsqrt", self.rows, self=raised)
+        return self.making.emit("aten::mul.Tensor", self.shape, self=centred, other=scale)
+
+
+def _cast(making: Making, ref: Ref, dtype: torch.dtype) -> Ref:
+    shape = making.shape_of(ref)
+    if shape.dtype is dtype:
+        return ref
+    return making.emit("prims::convert_element_type", replace(shape, dtype=dtype), a=ref, dtype=dtype)
+
+
+def mean(operands: Operands, read: frozenset[int]) -> Ref | None:
+    """The sum, divided by the real number of entries."""
+    call, ref, shape = operands.call, operands.argument("self"), operands.node.result
+    if not isinstance(ref, Ref) or not isinstance(shape, TensorShape) or not shape.dtype.is_floating_point:
+        return None
+    entries = _Entries(operands.making, ref, combining.named_dims(call, call.tensor("self")), _wide(shape.dtype))
+    rows = replace(shape, dtype=_wide(shape.dtype))
+    made = entries.averaged(ref, rows, keepdim=bool(call.argument("keepdim", default=False)))
+    return None if made is None else _cast(operands.making, made, shape.dtype)
+
+
+def variance(operands: Operands, read: frozenset[int]) -> Ref | None:
+    """``var`` and ``std``, alone or with the mean."""
+    call, making, ref = operands.call, operands.making, operands.argument("self")
+    shapes, correction = call.shapes, call.argument("correction", default=1)
+    correction = 1 if correction is None else correction
+    value = call.tensor("self")
+    is_whole = isinstance(correction, int) and "unbiased" not in call.arguments
+    if not isinstance(ref, Ref) or value.dtype is None or not value.dtype.is_floating_point or not is_whole:
+        return None
+    dims = combining.named_dims(call, value)
+    moments = _Entries(making, ref, dims, _wide(value.dtype)).moments(correction)
+    if moments is None:
+        return None
+    average, spread, _ = moments
+    if call.name.startswith("std"):
+        spread = making.emit("aten::sqrt", making.shape_of(spread), self=spread)
+    results = []
+    for of_rows, shape in zip((spread, average), shapes, strict=False):
+        part = of_rows
+        if not call.argument("keepdim", default=False):
+            part = making.emit(
+                "aten::squeeze.dims", replace(shape, dtype=_wide(shape.dtype)), self=part, dim=tuple(dims)
+            )
+        results.append(_cast(making, part, shape.dtype))
+    return results[0] if len(shapes) == 1 else _several(operands, dict(enumerate(results)))
+
+
+def _several(operands: Operands, parts: dict[int, Ref]) -> Ref:
+    """Results of an operator that has several; others are not read."""
+    shapes = operands.node.result
+    assert isinstance(shapes, tuple), "the operator has several results"
+    refs = tuple(parts.get(at) for at in range(len(shapes)))
+    return operands.making.emit(RESULTS, shapes, results=refs)
+
+
+def _scaled(operands: Operands, made: Ref, of_weights: Sequence[Size]) -> Ref:
+    """Times the weight, plus the bias, each viewed with these sizes."""
+    making = operands.making
+    for name, op, more in (("weight", "aten::mul.Tensor", {}), ("bias", "aten::add.Tensor", {"alpha": 1})):
+        ref, shape = operands.argument(name), making.shape_of(made)
+        if isinstance(ref, Ref):
+            viewed = TensorShape(tuple(of_weights), making.shape_of(ref).dtype)
+            if making.shape_of(ref).sizes != viewed.sizes:
+                ref = making.emit("aten::view", viewed, self=ref, size=viewed.sizes)
+            made = making.emit(op, shape, self=made, other=ref, **more)
+    return made
+
+
+def normalisation(operands: Operands, read: frozenset[int]) -> Ref | None:
+    """Group, layer and batch norm by the statistics of what they normalise."""
+    call, making, ref = operands.call, operands.making, operands.argument("input")
+    value, shape = call.tensor("input"), call.shapes[0]
+    if not isinstance(ref, Ref) or not shape.dtype.is_floating_point:
+        return None
+    rank, sizes, channels = value.rank, shape.sizes, shape.sizes[1] if value.rank > 1 else 1
+    dims, of_weights = [0, *range(2, rank)], [channels, *[1] * (rank - 2)]
+    viewed = sizes
+    if call.name == "native_group_norm":
+        groups = call.argument("group")
+        viewed, dims = (sizes[0], groups, channels // groups, *sizes[2:]), list(range(2, rank + 1))
+        ref = making.emit("aten::view", TensorShape(viewed, shape.dtype), self=ref, size=viewed)
+    elif call.name == "native_layer_norm":
+        dims = list(combining.features(call, value))
+        of_weights = list(sizes[dims[0] :])
+    elif not combining.trains(call):
+        return None
+    entries = _Entries(making, ref, dims, _wide(shape.dtype))
+    moments = entries.moments()
+    running = _running(operands, entries, *moments[:2]) if moments is not None else {}
+    if moments is None or not read <= {0, *running}:
+        return None
+    made = entries.normalised(moments[2], moments[1], call.argument("eps"))
+    if viewed != sizes:
+        made = making.emit("aten::view", TensorShape(sizes, entries.shape.dtype), self=made, size=sizes)
+    made = _cast(making, _scaled(operands, made, of_weights), shape.dtype)
+    return _several(operands, {0: made, **running})
+
+
+def _running(operands: Operands, entries: _Entries, average: Ref, spread: Ref) -> dict[int, Ref]:
+    """The running statistics after a batch; that of the variance divides by one entry less."""
+    call, making = operands.call, operands.making
+    first = {"_native_batch_norm_legit_functional": 3, "_batch_norm_with_update_functional": 4}.get(call.name)
+    found: dict[int, Ref] = {}
+    if first is None:
+        return found
+    number = making.real(entries.number, TensorShape((), entries.rows.dtype))
+    fewer = making.real(sympy.Max(entries.number - 1, 0), TensorShape((), entries.rows.dtype))
+    total = making.emit("aten::mul.Tensor", entries.rows, self=spread, other=number)
+    unbiased = making.emit("aten::div.Tensor", entries.rows, self=total, other=fewer)
+    for at, (name, part) in enumerate((("running_mean", average), ("running_var", unbiased)), first):
+        old, share = operands.argument(name), call.argument("momentum")
+        own = making.shape_of(old)
+        flat = making.emit("aten::view", replace(entries.rows, sizes=own.sizes), self=part, size=own.sizes)
+        new = making.emit("aten::mul.Scalar", replace(own, dtype=entries.rows.dtype), self=flat, other=share)
+        kept = making.emit("aten::mul.Scalar", own, self=old, other=1 - share)
+        found[at] = making.emit("aten::add.Tensor", own, self=kept, other=new, alpha=1)
+    return found
+
+
+def bags(operands: Operands, read: frozenset[int]) -> Ref | None:
+    """A bag for each row of ids: the rows of the table that they name, summed or averaged or the greatest of them."""
+    call, making, table, ids = (operands.call, operands.making, *map(operands.argument, ("weight", "indices")))
+    named, skipped = call.tensor("indices"), call.argument("padding_idx", default=-1)
+    is_plain = call.argument("offsets") is None and call.argument("per_sample_weights") is None and skipped == -1
+    if not isinstance(table, Ref) or not isinstance(ids, Ref) or not is_plain or named.rank != 2:  # guard: made_bags
+        return None
+    shape, mode = call.shapes[0], call.argument("mode")
+    sizes = (*making.shape_of(ids).sizes, shape.sizes[1])
+    rows = making.emit("aten::embedding", replace(shape, sizes=sizes), weight=table, indices=ids, padding_idx=-1)
+    if mode == 1:
+        of_bags = _Entries(making, rows, [1], _wide(shape.dtype))
+        made = of_bags.averaged(rows, replace(shape, dtype=of_bags.shape.dtype), keepdim=False)
+    else:
+        fill = -math.inf if mode == 2 else 0
+        made = making.filled(rows, making.places(rows, [1]), fill)
+        op = "aten::amax" if mode == 2 else "aten::sum.dim_IntList"
+        made = None if made is None else making.emit(op, shape, self=made, dim=(1,), keepdim=False)
+    return None if made is None else _several(operands, {0: _cast(making, made, shape.dtype)})
+
+
+def averaged_windows(operands: Operands, read: frozenset[int]) -> Ref | None:
+    """The sum in each window by the number of its real entries, where the padding of a window does not count."""
+    call, making, ref = operands.call, operands.making, operands.argument("self")
+    value, shape, given = call.tensor("self"), operands.node.result, dict(operands.node.arguments)
+    counts = bool(given.get("count_include_pad", True)) and any(given.get("padding") or (0,))
+    if not isinstance(ref, Ref) or not isinstance(shape, TensorShape) or counts or "divisor_override" not in given:
+        return None
+    dims = list(combining.positions(call, value))
+    sizes = tuple(size if dim in dims else 1 for dim, size in enumerate(making.shape_of(ref).sizes))
+    ones = making.emit("aten::full", TensorShape(sizes, shape.dtype), size=sizes, fill_value=1.0, dtype=shape.dtype)
+    windows = []
+    for one in (ref, ones):
+        filled = making.filled(one, making.places(one, dims), 0)
+        if filled is None:
+            return None
+        of_one = (size if dim in dims or one is ref else 1 for dim, size in enumerate(shape.sizes))
+        arguments = {**given, "self": filled, "divisor_override": 1}
+        windows.append(making.emit(operands.node.op, replace(shape, sizes=tuple(of_one)), **arguments))
+    making.inserted(
+        "the real number of entries in each window", value.factors[dims[-1]][0], replace(shape, sizes=sizes)
+    )
+    return making.emit("aten::div.Tensor", shape, self=windows[0], other=windows[1])

@@ -1,0 +1,539 @@
+"""Relations of operators that combine entries along dimensions: mixes, reduces and contracts."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import torch
+
+from graphpass.padding.opcall import (
+    DECLARE_MASK,
+    HIDE_PADDING,
+    OpCall,
+    PaddingReason,
+    PaddingRule,
+    Returned,
+)
+from graphpass.padding.pointwise import broadcast, entry_by_entry
+from graphpass.padding.sizes import product, quotient
+from graphpass.padding.values import (
+    ALL_FINITE,
+    LOW_SCORES,
+    VISIBLE_ENTRY,
+    Approximate,
+    Filled,
+    Pad,
+    PaddedValue,
+    Place,
+    Size,
+    TensorShape,
+    blurred,
+    by_data,
+    is_finite,
+    is_low,
+    is_lowest,
+    is_number,
+    is_zero,
+    shown,
+)
+
+# --- mixes: entries are combined within some dimensions, which must be unpadded; all others stay as they are
+
+Dims = Callable[[OpCall, PaddedValue], Iterable[int]]
+
+Neutral = Callable[[Pad], bool]
+
+WEIGHTS = ("weight", "bias", "running_mean", "running_var")
+
+
+def mixes(over: Dims, what: str = "", weights: Sequence[str] = ()) -> PaddingRule:
+    """The relation of an operator whose entries depend on all entries along some dimensions, which it may resize."""
+
+    def rule(call: OpCall) -> Returned:
+        value = call.tensor("self", "input", "a")
+        dims = list(over(call, value))
+        call.unpadded(value, dims, what or f"{call.name.strip('_')} over")  # guard: proof_mixed_padding
+        call.unpadded_weights(*weights)
+        return call.each(lambda shape: _beside(call, value, dims, shape))
+
+    return rule
+
+
+def _beside(call: OpCall, value: PaddedValue, dims: Sequence[int], shape: TensorShape) -> PaddedValue:
+    """A result that has the dimensions of ``value`` except ``dims``, which are resized, or gone in a smaller result."""
+    new = call.fresh(shape).factors
+    kept = [dim for dim in range(value.rank) if len(new) >= value.rank or dim not in dims]
+    factors = [new[at] if dim in dims else value.factors[dim] for at, dim in enumerate(kept)]
+    result = PaddedValue((*factors, *new[len(kept) :]))
+    # guard: proof_computed_zeros
+    pads = {(kept.index(dim), at): blurred(value.pad_at((dim, at))) for dim, at in call.places(value)}
+    return result.with_pads(_normalised(call, pads))
+
+
+def _normalised(call: OpCall, pads: dict[Place, Pad | None]) -> dict[Place, Pad | None]:
+    """Rows of equal entries have a variance of zero, so a normalisation without an epsilon makes NaN of them."""
+    without_epsilon = call.argument("eps") == 0
+    return {at: Approximate.NOT_FINITE if without_epsilon and pad is not None else pad for at, pad in pads.items()}
+
+
+def last(count: int) -> Dims:
+    """The last ``count`` dimensions."""
+    return lambda call, value: range(max(value.rank - count, 0), value.rank)
+
+
+def named_dims(call: OpCall, value: PaddedValue) -> list[int]:
+    """The dimensions that the call names; all if it names none."""
+    return call.dims(call.argument("dim", "dims", "axis", "dimension"), value.rank)
+
+
+def features(call: OpCall, value: PaddedValue) -> range:
+    """The last dimensions, as many as ``normalized_shape`` has."""
+    return range(value.rank - len(call.argument("normalized_shape")), value.rank)
+
+
+def after_rows(call: OpCall, value: PaddedValue) -> range:
+    """All dimensions but the first."""
+    return range(1, value.rank)
+
+
+def channels_and_positions(call: OpCall, value: PaddedValue) -> range:
+    """The channels of a convolution, and the positions that its window moves over."""
+    return range(1 if value.rank == call.tensor("weight").rank else 0, value.rank)
+
+
+def _windows(call: OpCall, value: PaddedValue, dims: Sequence[int], neutral: Neutral) -> None:
+    """Require that windows which move over ``dims`` read only what they take for nothing behind the real end."""
+    places = call.places(value, dims)
+    is_whole = len(places) < 2 or value.whole.issuperset(places) or value.constant is not None
+    for place in places:  # guard: proof_convolved_zeros
+        pad = value.pad_at(place)
+        known = pad is not None and (neutral(pad) or _is_end(neutral, pad, value.dtype))
+        if call.asks_independence or not is_whole or not known or len(value.factors[place[0]]) > 1:
+            raise call.refuse_place(value, place, "moves a window over")
+
+
+def convolution(call: OpCall) -> Returned:
+    """Behind its end a convolution reads zeros, and so it does where padding holds zeros; channels are mixed."""
+    value = call.tensor("input")
+    dims = channels_and_positions(call, value)
+    _windows(call, value, dims[1:], is_zero)
+    call.unpadded(value, dims[:1], "moves a window over")
+    call.unpadded_weights("weight", "bias")
+    return call.each(lambda shape: _beside(call, value, dims, shape))
+
+
+def windows(neutral: Neutral) -> PaddingRule:
+    """A pool, where windows reach behind the real end only if padding is neutral, and count what is there."""
+
+    def rule(call: OpCall) -> Returned:
+        value = call.tensor("self")
+        dims = positions(call, value)
+        places = call.places(value, dims)
+        padding, ceil = call.argument("padding", default=0), call.argument("ceil_mode", default=False)
+        extends = any(padding) if isinstance(padding, tuple) else bool(padding)
+        counts = extends and not call.argument("count_include_pad", default=True)
+        divides = neutral is is_zero and call.argument("divisor_override") is None
+        if places and divides and (ceil or counts):  # guard: proof_counted_windows
+            raise call.refuse_place(value, places[0], "counts the entries of windows over")
+        _windows(call, value, dims, neutral)
+        result = call.each(lambda shape: _beside(call, value, dims, shape))
+        reasons = [PaddingReason("places count padded entries", size=value.factors[dim][at]) for dim, at in places]
+        if not isinstance(result, tuple):
+            return result
+        return (result[0], *(None if side is None else call.reached(side, *reasons) for side in result[1:]))
+
+    return rule
+
+
+def unfolded(call: OpCall) -> PaddedValue:
+    """``im2col``: the entries in each window of an image, as a column."""
+    value = call.tensor("self")
+    dims = [value.rank - 2, value.rank - 1]
+    places = call.places(value, dims)
+    if not places:
+        return mixes(last(3), "moves the entries of")(call)  # type: ignore[return-value]
+    call.unpadded(value, [value.rank - 3], "moves the entries of")
+    _windows(call, value, dims, is_zero)
+    settings = [call.argument(name) for name in ("kernel_size", "dilation", "padding", "stride")]
+    moves: list[Size] = []
+    for dim, kernel, dilation, padding, stride in zip(dims, *settings, strict=True):
+        size = product(value.factors[dim])
+        whole = isinstance(size, int)
+        moves.append((int(size) + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1 if whole else 0)
+    known = next((at for at, size in enumerate(moves) if size), None)
+    total = call.shape.sizes[-1]
+    other = None if known is None else quotient(total, moves[known])
+    if known is None or other is None:
+        raise call.refuse_place(value, places[0], "moves the entries of")
+    moves[1 - known] = other
+    columns = (*value.factors[: value.rank - 3], call.fresh().factors[-2], call.sizes.merged(moves))
+    return PaddedValue(columns)
+
+
+def positions(call: OpCall, value: PaddedValue) -> range:
+    """The last dimensions, over which a window moves; their number is in the operator's name or in its window."""
+    named = re.search(r"([123])d", call.name)
+    count = int(named[1]) if named else len(call.argument("kernel_size", "output_size", default=()))
+    if not 1 <= count <= value.rank:
+        raise call.refuse("its window is not known")
+    return range(value.rank - count, value.rank)
+
+
+def batch_norm(call: OpCall) -> Returned:
+    """Rows are independent with running statistics; in training, all rows of a channel are combined."""
+    value = call.tensor("input")
+    channels = value.factors[1]
+    for name in WEIGHTS:
+        weight = call.argument(name)
+        if isinstance(weight, PaddedValue) and call.unify(channels, weight.factors[0]) != channels:
+            raise call.refuse(f"a {name} of factors {list(weight.factors[0])} for channels {list(channels)}")
+    reasons = []
+    if trains(call):  # guard: proof_training_statistics
+        for dim, at in call.places(value, [dim for dim in range(value.rank) if dim != 1]):
+            why = f"its statistics run over the padded dimension {dim}"
+            reasons.append(PaddingReason(why, size=value.factors[dim][at]))
+    normalised = call.carried(PaddedValue(value.factors), value)
+    normalised = normalised.with_pads(_normalised(call, dict(normalised.pads)))
+    result, statistics = (call.reached(value, *reasons) for value in (normalised, PaddedValue((channels,))))
+    if not isinstance(call.result, tuple):
+        return result
+    empty = call.reached(PaddedValue(((0,),)), *reasons)
+    return (result, *call.sides(lambda shape: empty if shape.sizes == (0,) else statistics))
+
+
+def trains(call: OpCall) -> bool:
+    """Whether the operator computes the statistics from the batch."""
+    if "_with_update" in call.name or call.argument("running_mean") is None:
+        return True
+    if call.name.endswith(("_no_update", "_no_training")):
+        return False
+    return call.argument("training", "train", default=True) is not False  # guard: proof_named_training
+
+
+def grid_sample(call: OpCall) -> PaddedValue:
+    """Samples of each image of a batch at the places of its own grid."""
+    value, grid = call.tensor("input", "a"), call.tensor("grid")
+    call.unpadded(value, range(1, value.rank), "samples")
+    call.unpadded(grid, range(1, grid.rank), "samples at")
+    batch = call.unify(value.factors[0], grid.factors[0])
+    return call.carried(PaddedValue((batch, *call.fresh().factors[1:])))
+
+
+# --- reduces: a padded dimension may be combined where its padding is neutral
+
+_SUMS = f"compute it from sums {DECLARE_MASK}"
+_FROM_SUMS = ("mean", "nanmean", "var", "std", "var_mean", "std_mean")
+_WITH_INDEX = ("max", "min", "mode", "median", "nanmedian", "kthvalue")
+
+
+def is_true(pad: Pad) -> bool:
+    """Whether ``pad`` is neutral to ``all``."""
+    return is_number(pad) and bool(pad)
+
+
+def is_one(pad: Pad) -> bool:
+    """Whether ``pad`` is neutral to a product."""
+    return is_number(pad) and pad == 1
+
+
+def is_least(pad: Pad) -> bool:
+    """Whether ``pad`` is neutral to a maximum."""
+    return pad is False or pad == -math.inf  # guard: proof_low_maximum
+
+
+def is_greatest(pad: Pad) -> bool:
+    """Whether ``pad`` is neutral to a minimum."""
+    return pad is True or pad == math.inf
+
+
+def lowest(dtype: torch.dtype) -> float | int:
+    """The neutral number of a maximum."""
+    return False if dtype is torch.bool else -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def greatest(dtype: torch.dtype) -> float | int:
+    """The neutral number of a minimum."""
+    return True if dtype is torch.bool else math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def _is_end(neutral: Neutral, pad: Pad, dtype: torch.dtype | None) -> bool:
+    """Whether an integer is the end of its type that a maximum or a minimum never returns beside others."""
+    ends = {is_least: lowest, is_greatest: greatest}
+    return type(pad) is int and dtype is not None and neutral in ends and pad == ends[neutral](dtype)
+
+
+def reduces(neutral: Neutral | None) -> PaddingRule:
+    """The relation of an operator without the dimensions that it combines, whose padding must be neutral."""
+
+    def rule(call: OpCall) -> Returned:
+        value = call.tensor("self", "inp", "x", "a", "input")
+        dims = named_dims(call, value)
+        places = _require_neutral(call, value, dims, neutral)
+        if isinstance(call.result, tuple) and places and call.name in _WITH_INDEX:
+            raise call.refuse_place(value, places[0], f"the index of {call.name} over")
+        # Entries with two indices in padding are unknown: beside padded sums, only whether it is finite stays.
+        of_rows = blurred if places else functools.partial(_of_rows, call.name)  # guard: proof_reduced_padding
+        known = {place: of_rows(pad) for place, pad in value.padding if place[0] not in dims}
+        rank = len(call.shapes[0].sizes)
+        rest = without_dims(PaddedValue(value.factors).with_pads(known), dims, keepdim=rank == value.rank and rank > 0)
+        blurry = rest.with_pads({place: blurred(pad) for place, pad in rest.padding})
+        return call.each(lambda _: blurry if isinstance(call.result, tuple) else rest)
+
+    return rule
+
+
+def _require_neutral(call: OpCall, value: PaddedValue, dims: Sequence[int], neutral: Neutral | None) -> list[Place]:
+    """The places of the padded factors in ``dims``, all of them neutral, and one alone or all entries alike."""
+    places = call.places(value, dims)
+    for place in places:
+        pad = value.pad_at(place)
+        # guard: proof_any_padding_is_neutral, proof_statistics
+        known = neutral is not None and pad is not None and (neutral(pad) or _is_end(neutral, pad, value.dtype))
+        is_whole = value.constant is not None or value.whole.issuperset(places)
+        if known and len(places) > 1 and not is_whole:  # guard: proof_two_padded_factors
+            sizes = tuple(value.factors[dim][at] for dim, at in places)
+            raise call.refuse(f"{call.name.strip('_')} over several padded dimensions at once", product(sizes))
+        if not known:
+            remedy = HIDE_PADDING if neutral is not None else _SUMS if call.name in _FROM_SUMS else ""
+            raise call.refuse_place(value, place, f"{call.name.strip('_')} over", remedy)
+        if is_low(pad):
+            call.assumptions.update(hiding(pad))
+    return places
+
+
+def _of_rows(name: str, pad: Pad | None) -> Pad | None:
+    """The result of a reduction of entries that all hold ``pad``, of which the number is unknown."""
+    if pad is None:
+        return None
+    if name in ("any", "all"):
+        return bool(pad) if is_number(pad) else None
+    if name in ("amax", "amin", "mean", "max", "min"):
+        return pad
+    if not is_finite(pad):
+        return Approximate.NOT_FINITE
+    if name in ("sum", "nansum", "count_nonzero", "linalg_vector_norm", "norm") and is_zero(pad):
+        return 0
+    return Approximate.FINITE
+
+
+def hiding(pad: Pad | None) -> tuple[str, ...]:
+    """On what it depends that scores of ``pad``, which are low, have no weight in a softmax."""
+    if pad == -math.inf:
+        return ()
+    return (VISIBLE_ENTRY,) if is_lowest(pad) else (VISIBLE_ENTRY, LOW_SCORES)
+
+
+def extremes(neutral: Neutral) -> PaddingRule:
+    """``max`` and ``min``, of one tensor or of two entry by entry."""
+    reduction = reduces(neutral)
+    return lambda call: entry_by_entry(call) if "other" in call.arguments else reduction(call)
+
+
+def place_of_extreme(call: OpCall) -> Returned | PaddingReason:
+    """``argmax`` and ``argmin``: among equal entries the first place wins, which is real if there is a real entry."""
+    value = call.tensor("self")
+    if call.argument("dim") is None and value.rank > 1:
+        call.unpadded(value, range(value.rank), f"{call.name} over")
+    for dim in named_dims(call, value):  # guard: made_places_of_extremes
+        if not call.sizes.is_prefix(value.factors[dim]):
+            raise call.refuse(f"{call.name} counts entries over padding between them", product(value.factors[dim]))
+    return reduces(is_least if call.name == "argmax" else is_greatest)(call)
+
+
+def norm(call: OpCall) -> Returned | PaddingReason:
+    """Norms: zero padding is neutral for a positive order."""
+    order = call.argument("ord", "p", default=2)
+    has_neutral = order is None or (isinstance(order, (int, float)) and order > 0)
+    return reduces(is_zero if has_neutral else None)(call)
+
+
+def softmax(call: OpCall) -> PaddedValue:
+    """Softmax: along a masked dimension, the padding of the result is zero (unknown for ``log_softmax``)."""
+    value = call.tensor("self")
+    places = _require_neutral(call, value, named_dims(call, value), is_low)
+    pads = {at: weight_of(call.name, value.pad_at(at), is_along=at in places) for at in call.places(value)}
+    return PaddedValue(value.factors).with_pads(pads)
+
+
+def weight_of(name: str, score: Pad | None, *, is_along: bool = False) -> Pad | None:
+    """What a softmax makes of entries of ``score``, or of low ones beside others along its dimension (``is_along``)."""
+    is_log, seen = "log_" in name, shown(score)
+    if is_along:
+        return 0.0 if not is_log else score if score == -math.inf else None  # guard: proof_logarithm_of_zero
+    hidden = name == "_safe_softmax" and seen == -math.inf
+    if seen is not None:
+        # guard: proof_hidden_rows
+        seen = Approximate.FINITE if hidden or is_finite(seen) else Approximate.NOT_FINITE
+    if not is_log:
+        has_hidden = seen is None and isinstance(score, Filled) and score.fill == -math.inf
+        return Approximate.FINITE if has_hidden else seen  # guard: proof_weights_of_zero
+    return by_data(blurred(seen), score.fill) if isinstance(score, Filled) else blurred(seen)
+
+
+def scan(call: OpCall) -> Returned:
+    """Forward scans: an entry depends on earlier entries only, which are real if it is real."""
+    value = call.tensor("self")
+    dim = call.dim(call.argument("dim"), value.rank)
+    if value.rank and not call.sizes.starts_clean(value.factors[dim]):  # guard: proof_scan_inside
+        of_dim = value.factors[dim]
+        raise call.refuse(f"{call.name} along the padded dimension {dim} of {list(of_dim)}", product(of_dim))
+    result = call.carried(PaddedValue(value.factors))
+    pads = {place: pad for place, pad in result.padding if place[0] != dim or not is_finite(pad)}
+    if call.name == "cumsum":
+        pads |= {place: 0 for place, pad in value.padding if place[0] != dim and is_zero(pad)}
+    return call.each(lambda _: result.with_pads(pads))
+
+
+def recurrent_layer(call: OpCall) -> Returned:
+    """One direction of a layer over [steps, rows, features]: each row by itself, and each step after earlier ones.
+
+    Behind padded steps only the first result is followed: the others are the states after the last step.
+    """
+    value, states = call.tensor("input"), [call.tensor("hx_"), call.tensor("cx_")]
+    call.unpadded(value, [2], "sums products over")
+    call.unpadded_weights("weight0", "weight1", "weight2", "weight3")
+    steps, rows = value.factors[:2]
+    for state in states:
+        rows = call.unify(rows, state.factors[1])
+    if call.argument("batch_first") or call.argument("batch_sizes"):
+        raise call.refuse("its steps are not the first dimension")
+    padded = call.places(value, [0])
+    if padded and (call.argument("reverse") or not call.sizes.starts_clean(steps)):  # guard: proof_recurrent_order
+        raise call.refuse_place(value, padded[0], "runs backwards over")
+    reasons = [PaddingReason("its state is that after padded steps", size=steps[at]) for _, at in padded]
+    result = call.carried(PaddedValue((steps, rows, *call.fresh(call.shapes[0]).factors[2:])), value, *states)
+
+    def after(shape: TensorShape) -> PaddedValue:
+        fresh = call.fresh(shape)
+        factors = ((), rows, *fresh.factors[2:]) if fresh.rank == 3 else fresh.factors  # no workspace
+        return call.reached(replace(fresh, factors=factors), *reasons)
+
+    return (result, *call.sides(after))
+
+
+def without_dims(value: PaddedValue, dims: Sequence[int], *, keepdim: bool) -> PaddedValue:
+    """``value`` without ``dims``, or with size 1 in them if ``keepdim``."""
+    remaining = [dim for dim in range(value.rank) if keepdim or dim not in dims]
+    to = {dim: at for at, dim in enumerate(remaining) if dim not in dims}
+    return value.moved(tuple(value.factors[dim] if dim in to else () for dim in remaining), to)
+
+
+# --- contracts: products are summed over a dimension of two operands, where padding of zeros is neutral
+
+
+def contracts(first: Sequence[str], second: Sequence[str], bias: str = "") -> PaddingRule:
+    """The relation of a matrix product of the arguments ``first`` and ``second``, plus ``bias``."""
+
+    def rule(call: OpCall) -> PaddedValue:
+        matrix = _product_of(call, call.tensor(*first), call.tensor(*second))
+        return _with_bias(call, matrix, call.argument(bias))
+
+    return rule
+
+
+def linear(call: OpCall) -> PaddedValue:
+    """A product with the transpose of an unpadded weight, plus a bias."""
+    call.unpadded_weights("weight")
+    value, weight = call.tensor("input"), call.tensor("weight")
+    call.unpadded(value, [value.rank - 1], "sums products over")
+    transposed = PaddedValue(weight.factors[::-1])
+    return _with_bias(call, _product_of(call, value, transposed), call.argument("bias"))
+
+
+def outer(call: OpCall) -> PaddedValue:
+    """The products of each entry of one vector and each of another."""
+    rows, columns = call.tensor("self"), call.tensor("vec2")
+    column = rows.moved((rows.factors[0], ()), {0: 0})
+    return _product_of(call, column, columns.moved(((), columns.factors[0]), {0: 1}))
+
+
+def scaled_product(call: OpCall) -> PaddedValue:
+    """Products of 8-bit operands, with one scale for each operand or for each row."""
+    first, second = call.tensor("self"), call.tensor("mat2")
+    call.unpadded(first, [1], "sums products over")
+    call.unpadded(second, [0, 1], "has a weight with")
+    for name, value in call.arguments.items():
+        if name.startswith("scale_") and isinstance(value, PaddedValue):
+            rows = value.factors[:1]
+            if call.places(value) and (name != "scale_a" or rows != first.factors[:1] or call.places(value, [1])):
+                raise call.refuse(f"{name} has other rows than its operand")
+    matrix = call.carried(PaddedValue((first.factors[0], second.factors[1])), first)
+    return _with_bias(call, matrix, call.argument("bias"))
+
+
+def packed_product(call: OpCall) -> PaddedValue:
+    """Products of rows with a weight whose entries are packed, by scales of the weight."""
+    first = call.tensor("self")
+    call.unpadded(first, [1], "sums products over")  # guard: proof_packed_product
+    call.unpadded_weights("mat2", "scales", "qScaleAndZeros")
+    return call.carried(PaddedValue((first.factors[0], *call.fresh().factors[1:])), first)
+
+
+def _contract(call: OpCall, first: PaddedValue, second: PaddedValue) -> bool:
+    """Check the dimensions of two operands that are summed. Returns whether they are padded."""
+    dims = first.rank - 1, max(second.rank - 2, 0)
+    ours, theirs = first.factors[dims[0]], second.factors[dims[1]]
+    if not call.sizes.any_padded((*ours, *theirs)):
+        return False
+    places = call.places(first, dims[:1]), call.places(second, dims[1:])
+    are_whole = first.whole.issuperset(places[0]) and second.whole.issuperset(places[1])
+    if ours != theirs or (len(places[0]) != 1 and not are_whole):  # guard: proof_contracted_factors
+        why = f"sums products over dimensions of factors {list(ours)} and {list(theirs)}"
+        raise call.refuse(why, call.sizes.first_padded(ours, theirs))
+    pads = first.pad_at(places[0][0]), second.pad_at(places[1][0])
+    for zero, other in (pads, pads[::-1]):
+        if is_zero(zero) and is_finite(other):  # guard: proof_masked_sum_of_products, proof_nan_in_products
+            if other is None:
+                call.assumptions.add(ALL_FINITE)
+            return True
+    raise call.refuse_place(first, places[0][0], "sums products over", HIDE_PADDING)
+
+
+def _product_of(call: OpCall, first: PaddedValue, second: PaddedValue) -> PaddedValue:
+    """The matrix product of two operands with at least one dimension each; batch dimensions are broadcast."""
+    summed_padding = _contract(call, first, second)
+    depth = max(first.rank - 2, second.rank - 2, 0)
+    sources = [(at - depth + first.rank - 2, at - depth + second.rank - 2) for at in range(depth)]
+    factors = [
+        call.unify(first.factors[ours] if ours >= 0 else (), second.factors[theirs] if theirs >= 0 else ())
+        for ours, theirs in sources
+    ]
+    if first.rank > 1:
+        factors.append(first.factors[-2])
+        sources.append((first.rank - 2, -1))
+    if second.rank > 1:
+        factors.append(second.factors[-1])
+        sources.append((-1, second.rank - 1))
+    pads: dict[Place, Pad | None] = {}
+    for dim, at in call.places(PaddedValue(tuple(factors))):
+        held = [
+            value.pad_at((own, at))
+            for value, own in zip((first, second), sources[dim], strict=True)
+            if value.real is not None or (own >= 0 and value.factors[own] == factors[dim])
+        ]
+        pads[dim, at] = blurred(*held)
+        # guard: proof_rows_of_a_product
+        if not summed_padding and all(map(is_finite, held)) and any(map(is_zero, held)):
+            call.assumptions.add(ALL_FINITE)
+            pads[dim, at] = 0
+    return PaddedValue(tuple(factors)).with_pads(pads)
+
+
+def _with_bias(call: OpCall, matrix: PaddedValue, bias: object) -> PaddedValue:
+    if not isinstance(bias, PaddedValue):
+        return matrix
+    offset = matrix.rank - bias.rank
+    factors = call.unify_into(matrix.factors, bias)
+    result, added = PaddedValue(tuple(factors)), broadcast(call, bias, factors)
+    pads: dict[Place, Pad | None] = {}
+    for place in call.places(result):
+        ours, theirs = matrix.pad_at(place), added.pad_at(place)
+        varies = place[0] >= offset and call.sizes.any_padded(bias.factors[place[0] - offset])
+        pads[place] = blurred(ours, theirs) if varies or theirs is not None else blurred(ours)
+        if is_zero(ours) and is_zero(theirs):  # guard: proof_bias_of_zero_rows
+            pads[place] = 0
+    return result.with_pads(pads)

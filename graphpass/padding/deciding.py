@@ -1,0 +1,164 @@
+"""Decides which sizes of a graph are padded with repairs, and whether it needs any."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch import fx
+
+from graphpass.compat import operators
+from graphpass.ledger import PaddingFinding, Verdict
+from graphpass.padding.interpreter import Interpretation, Walk
+from graphpass.padding.making import Made, Making, base_name
+from graphpass.padding.neutral import NEUTRAL
+from graphpass.padding.opcall import MOVES
+from graphpass.padding.pointwise import cast, entry_by_entry
+from graphpass.padding.program import AtenGraph, references
+from graphpass.padding.proof import InputsOf, decided, findings_of_results
+from graphpass.padding.repairs import REPAIRS, ZERO_PADDING
+from graphpass.padding.sizes import Sizes
+from graphpass.padding.table import rule_for
+from graphpass.padding.values import ALL_FINITE, TensorShape
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is asked of one graph."""
+
+    fields: Mapping[sympy.Symbol, str]  #: candidate symbol -> key field, each symbol with a field of its own
+    inputs: InputsOf  #: the abstract inputs for a set of padded sizes
+    is_whole: bool  #: whether the graph's results are those of the callable, which cuts them by prefix
+
+    def answer(self, run: Walk, sizes: Sizes, graph: AtenGraph) -> tuple[Interpretation, tuple[PaddingFinding, ...]]:
+        """A run for some padded sizes, and the findings of its results."""
+        inputs, targets = self.inputs(sizes), dict(enumerate(graph.input_names))
+        result = run.run(inputs)
+        return result, findings_of_results(result, sizes, inputs, targets, are_cut=self.is_whole)
+
+    def is_proved(self, graph: AtenGraph, fields: Collection[str]) -> bool:
+        """Whether these key fields can be padded together in the graph as it is, and nothing else is asked for."""
+        if any(node.op.startswith(ZERO_PADDING) for node in graph.nodes):
+            return False
+        return not self._walked(graph, fields)[1]
+
+    def num_proved(self, graph: AtenGraph) -> int:
+        """How many key fields can be padded together in the graph as it is, earlier ones first."""
+        accepted: list[str] = []
+        for field in self.fields.values():
+            accepted += [] if self._walked(graph, [*accepted, field])[1] else [field]
+        return len(accepted)
+
+    def is_safe(self, graph: AtenGraph, fields: Collection[str]) -> bool:
+        """Whether these key fields can be padded in the graph as it is, for any contents of real entries."""
+        run, findings = self._walked(graph, fields)
+        return not findings and run.assumptions <= {ALL_FINITE}  # guard: made_fills_assume_nothing
+
+    def _walked(self, graph: AtenGraph, fields: Collection[str]) -> tuple[Interpretation, tuple[PaddingFinding, ...]]:
+        sizes = Sizes({symbol: field for symbol, field in self.fields.items() if field in fields})
+        return self.answer(Walk(graph, sizes, frozenset()), sizes, graph)
+
+
+def _is_recorded_whole(node: fx.Node, op: str) -> bool:
+    """Whether the record of a node is of its own operator, so that its operands are the node's."""
+    return isinstance(node.target, operators.OpOverload) and node.target.name() == op
+
+
+def made(graph: AtenGraph, asked: Asked, recorded: Mapping[int, fx.Node]) -> Made | None:
+    """The graph with repairs, for as many of the key fields as can be padded together; None if repairs let no more be.
+
+    A graph that is proved as it is should not be asked about.
+
+    Args:
+        graph: the graph as the compiler decomposed it.
+        asked: which sizes may be padded, and what its inputs hold.
+        recorded: {position of a node in the record: the graph's node}.
+    """
+    if len(set(asked.fields.values())) != len(asked.fields):  # guard: made_sizes_are_apart
+        return None
+    can_change = [at for at, node in recorded.items() if _is_recorded_whole(node, graph.nodes[at].op)]
+    accepted: list[Making] = []
+
+    def attempt(candidates: Mapping[sympy.Symbol, str]) -> tuple[Interpretation, tuple[PaddingFinding, ...]]:
+        sizes = Sizes(candidates)
+        run = Making(graph, sizes, can_change, REPAIRS)
+        result, findings = asked.answer(run, sizes, graph)
+        if not findings:
+            accepted[:] = [run]
+        return result, findings
+
+    proof = decided(asked.fields, attempt)
+    fields = [field for field, verdict in proof.verdicts.items() if verdict is Verdict.PROVED]
+    is_all = len(fields) == len(asked.fields)
+    helps = is_all or len(fields) > asked.num_proved(graph)  # guard: made_where_it_helps
+    return accepted[0].result(tuple(fields)) if fields and accepted[0].insertions and helps else None
+
+
+_MOST_FILLED = 3
+"""The most inputs for which fills are tried: each costs a walk."""
+
+
+def fills(
+    graph: AtenGraph,
+    repaired: Made,
+    asked: Callable[[Mapping[int, float | int | bool]], Asked],
+    can_fill: Collection[int],
+) -> Mapping[int, float | int | bool]:
+    """What the padding of inputs gets so that a graph needs no repairs; nothing if no such fills are found.
+
+    A fill costs nothing: the buffer of an input is filled anyway. Tried are inputs that a repair reads through
+    operators that move entries or take each by itself, one by one and then together. Padding of other floats repeats
+    real entries, which may be infinite, and zero times infinity is NaN: then repairs are better.
+
+    Args:
+        graph: the graph as it is.
+        repaired: the graph with repairs.
+        asked: the question, with what the padding of some inputs holds.
+        can_fill: positions of the inputs whose padding is not yet decided.
+    """
+    tried: dict[int, list[float | int | bool]] = {}
+    for position in _read_by_repairs(repaired.graph):
+        shape = graph.inputs[position]
+        if position in can_fill and isinstance(shape, TensorShape):
+            is_float = shape.dtype.is_floating_point
+            tried[position] = [-math.inf] if is_float else [False, True] if shape.dtype is torch.bool else [0]
+    if len(tried) > _MOST_FILLED:
+        return {}
+    sizes = Sizes(asked({}).fields)
+    floats = {
+        position
+        for position, shape in enumerate(graph.inputs)
+        if position in can_fill and isinstance(shape, TensorShape) and shape.dtype.is_floating_point
+        if any(map(sizes.padded, shape.sizes))
+    }
+    alone = [{position: fill} for position, numbers in tried.items() for fill in numbers]
+    together = [{position: numbers[0] for position, numbers in tried.items()}] if len(tried) > 1 else []
+    for one in (*alone, *together):
+        if floats <= one.keys() and asked(one).is_safe(graph, repaired.fields):  # guard: made_fills_beside_floats
+            return one
+    return {}
+
+
+def _read_by_repairs(graph: AtenGraph) -> list[int]:
+    """The inputs that selections read; floats only where they are added to others, as a bias is."""
+    first, found = len(graph.inputs), dict[int, None]()
+    seen: set[tuple[int, bool]] = set()
+    left = [(at, False) for at, node in enumerate(graph.nodes, first) if node.op == NEUTRAL]
+    while left:
+        at, is_added = left.pop()
+        if (at, is_added) in seen:
+            continue
+        seen.add((at, is_added))
+        if at < first:
+            shape = graph.inputs[at]
+            if isinstance(shape, TensorShape) and (is_added or not shape.dtype.is_floating_point):
+                found[at] = None
+            continue
+        node = graph.nodes[at - first]
+        if node.op == NEUTRAL or base_name(node.op) in MOVES or rule_for(node.op) in (entry_by_entry, cast):
+            is_added |= base_name(node.op) == "add"
+            left += [(operand, is_added) for operand in references(node.arguments)]
+    return sorted(found)

@@ -1,0 +1,377 @@
+"""Writes the repairs of a graph into it, as operators of torch over the real sizes of the call."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from graphpass.compat import operators, symbolic
+from graphpass.padding.combining import greatest, lowest
+from graphpass.padding.indexing import WRITES
+from graphpass.padding.making import Made, base_name
+from graphpass.padding.neutral import INDEX, NEUTRAL, REAL_INDEX, REAL_ORDER, REAL_SIZE, RESULTS
+from graphpass.padding.program import GETITEM, AtenGraph, AtenNode, Ref
+from graphpass.padding.values import Size, operator_named
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+def write(
+    graph_module: fx.GraphModule,
+    original: AtenGraph,
+    recorded: Mapping[int, fx.Node],
+    made: Made,
+    real_sizes: tuple[fx.Node, Mapping[sympy.Symbol, int]],
+) -> None:
+    """Change a graph in place.
+
+    Args:
+        graph_module: the graph.
+        original: its record.
+        recorded: {position of a node in the record: the graph's node}.
+        made: the record with repairs.
+        real_sizes: the placeholder of the real sizes, int32, and {symbol: its entry}.
+    """
+    fake_mode: Any = symbolic.fake_mode_of([symbolic.example_value(node) for node in _placeholders(graph_module)])
+    with symbolic.quiet_shapes(fake_mode), fake_mode, torch.no_grad():
+        _Writer(graph_module, recorded, real_sizes).run(original, made)
+    graph_module.graph.lint()
+    graph_module.recompile()
+
+
+def _placeholders(graph_module: fx.GraphModule) -> list[fx.Node]:
+    return list(graph_module.graph.find_nodes(op="placeholder"))
+
+
+def _dims_with_one_more(node: AtenNode, graph: AtenGraph) -> list[int]:
+    """The dimensions along which a node writes by an index that names the entry behind the last."""
+    if base_name(node.op) not in WRITES:
+        return []
+    arguments = dict(node.arguments)
+    dim, listed = arguments.get("dim"), arguments.get("indices", (arguments.get("index"),))
+    along = enumerate(listed) if dim is None else [(dim, listed[0])]
+    return [at for at, index in along if isinstance(index, Ref) and _is_behind(graph, index)]
+
+
+def _is_behind(graph: AtenGraph, index: Ref) -> bool:
+    at = index.index - len(graph.inputs)
+    return at >= 0 and isinstance(dict(graph.nodes[at].arguments).get("fill"), sympy.Basic)
+
+
+def _parts(size: sympy.Basic) -> tuple[Any, Any, Sequence[Any]]:
+    """How tensors and how numbers are combined in an expression, and its parts, those of a power one by one."""
+    name = "Mul" if isinstance(size, sympy.Pow) else type(size).__name__
+    parts = [size.args[0]] * int(size.args[1]) if isinstance(size, sympy.Pow) else size.args
+    return *_ARITHMETIC[name], parts
+
+
+_ARITHMETIC: Mapping[str, tuple[Any, Any]] = {
+    "Add": (aten.add.Tensor, operator.add),
+    "Mul": (aten.mul.Tensor, operator.mul),
+    "Max": (aten.maximum.default, torch.sym_max),
+    "Min": (aten.minimum.default, torch.sym_min),
+    "Abs": (aten.abs.default, operator.abs),
+    "FloorDiv": (aten.div.Tensor_mode, operator.floordiv),
+    "ToFloat": (prims.convert_element_type.default, torch.sym_float),
+    **dict.fromkeys(("IntTrueDiv", "FloatTrueDiv"), (aten.div.Tensor, operator.truediv)),
+    **dict.fromkeys(("Mod", "PythonMod"), (aten.remainder.Tensor, operator.mod)),
+}
+
+
+class _Writer:
+    """The state of one run: the graph's nodes by the values of the record, and numbers that are computed once."""
+
+    def __init__(
+        self,
+        graph_module: fx.GraphModule,
+        recorded: Mapping[int, fx.Node],
+        real_sizes: tuple[fx.Node, Mapping[sympy.Symbol, int]],
+    ) -> None:
+        self._graph = graph_module.graph
+        self._recorded = recorded
+        self._vector, self._entries = real_sizes
+        self._device = self._vector.meta["val"].device
+        self._values: list[Any] = list(_placeholders(graph_module))
+        self._last = _placeholders(graph_module)[-1]  # of the placeholders and what is computed from them alone
+        self._before = self._graph.output_node()
+        self._real = functools.cache(self._real_value)
+        self._along = functools.cache(self._index_along)
+        self._padded = functools.cache(self._padded_value)
+        self._is_real = functools.cache(self._is_real_index)
+        self._filling = functools.lru_cache(typed=True)(self._number)
+        self._where: Mapping[str, Any] = {}
+        self._originals: list[fx.Node | None] = []
+
+    def run(self, original: AtenGraph, made: Made) -> None:
+        """Write all nodes in order."""
+        fronts = self._fronts(made)
+        self._originals = [*self._values, *(self._recorded.get(at) for at in range(len(original.nodes)))]
+        for node, source, front in zip(made.graph.nodes, made.sources, fronts, strict=True):
+            own = None if source is None else self._recorded.get(source)
+            if own is not None and node.op == GETITEM and isinstance(self._of_results(node), tuple):
+                self._values.append(self._of_results(node)[dict(node.arguments)["at"]])
+                several: Any = own.args[0]
+                own.replace_all_uses_with(self._values[-1])
+                for unread in (own, several)[: 2 if len(several.users) == 1 else 1]:
+                    self._graph.erase_node(unread)
+                continue
+            if source is not None and own is not None and node.op == original.nodes[source].op:
+                self._update(own, node, original.nodes[source])
+                self._values.append(self._with_one_more(own, _dims_with_one_more(node, made.graph)))
+                continue
+            if node.op == RESULTS:
+                self._values.append(tuple(map(self._value, dict(node.arguments)["results"])))
+                continue
+            if source is not None and own is None:
+                self._values.append(None)
+                continue
+            self._before = front
+            self._where = {key: one for key, one in front.meta.items() if key in ("stack_trace", "nn_module_stack")}
+            written = self._written(node)
+            self._values.append(written)
+            if own is not None:  # it was rewritten
+                own.replace_all_uses_with(written)
+                self._graph.erase_node(own)
+
+    def _of_results(self, getitem: AtenNode) -> Any:
+        of = dict(getitem.arguments)["of"]
+        return self._values[of.index] if isinstance(of, Ref) else None
+
+    def _fronts(self, made: Made) -> list[fx.Node]:
+        """For each node of the record the graph's node before which it is written."""
+        fronts, front = [], self._graph.output_node()
+        for source in reversed(made.sources):
+            front = self._recorded.get(source, front) if source is not None else front
+            fronts.append(front)
+        return fronts[::-1]
+
+    def _value(self, argument: Any) -> Any:
+        if isinstance(argument, Ref):
+            node = self._values[argument.index]
+            assert node is not None, "a repair reads what the graph has as a node"
+            return node
+        if isinstance(argument, tuple):
+            return [self._value(part) for part in argument]
+        return self._padded(argument) if isinstance(argument, sympy.Basic) else argument
+
+    def _update(self, own: fx.Node, node: AtenNode, before: AtenNode) -> None:
+        """Give a node of the graph the operands of its record."""
+        old = dict(before.arguments)
+        changed = {name: one for name, one in node.arguments if not self._is_same(one, old.get(name))}
+        if not changed or not isinstance(own.target, operators.OpOverload):
+            return
+        for position, argument in enumerate(operators.schema_of(own.target).arguments):
+            if argument.name in changed:
+                value = self._value(changed[argument.name])
+                if position < len(own.args) and not argument.kwarg_only:
+                    own.update_arg(position, value)
+                else:
+                    own.update_kwarg(argument.name, value)
+
+    def _with_one_more(self, own: fx.Node, dims: Sequence[int]) -> fx.Node:
+        """A write along ``dims`` to a tensor with one entry more, which takes what padding writes and is cut off."""
+        if not dims:
+            return own
+        self._before, self._where = own, {key: one for key, one in own.meta.items() if key != "val"}
+        rank = own.meta["val"].dim()
+        behind = [
+            int(side and rank - 1 - turn in {dim % rank for dim in dims}) for turn in range(rank) for side in (0, 1)
+        ]
+        own.update_arg(0, self.call(aten.constant_pad_nd.default, own.args[0], behind))
+        result, self._before = self._valued(own), own.next
+        users = list(own.users)
+        for dim in dims:
+            result = self.call(aten.slice.Tensor, result, dim, 0, -1)
+        for user in users:
+            user.replace_input_with(own, result)
+        return result
+
+    def _is_same(self, new: Any, old: Any) -> bool:
+        """Whether an argument of the new record is what the old record's argument is."""
+        if isinstance(new, Ref) and isinstance(old, Ref):
+            return self._values[new.index] is self._originals[old.index]
+        if isinstance(new, tuple) and isinstance(old, tuple) and len(new) == len(old):
+            return all(map(self._is_same, new, old))
+        return type(new) is type(old) and bool(new == old)
+
+    # --- nodes
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Write one call before the node at hand."""
+        with self._graph.inserting_before(self._before):
+            return self._valued(self._graph.call_function(op, args, kwargs))
+
+    def _at_the_start(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Write a call that reads placeholders only, for all users."""
+        with self._graph.inserting_after(self._last):
+            self._last = self._graph.call_function(op, args, kwargs)
+        return self._valued(self._last)
+
+    def _valued(self, node: fx.Node) -> fx.Node:
+        plain_args, plain_kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+        target: Any = node.target
+        node.meta = {**self._where, "val": symbolic.extract_val(target(*plain_args, **plain_kwargs))}
+        return node
+
+    def _written(self, node: AtenNode) -> fx.Node:
+        arguments = dict(node.arguments)
+        if node.op == NEUTRAL:
+            return self._neutral(arguments)
+        if node.op == REAL_SIZE:
+            return self._of_entries(arguments["size"], node.result)
+        if node.op == GETITEM:
+            return self.call(operator.getitem, self._of_results(node), arguments["at"])
+        if node.op == REAL_ORDER:
+            return self._sorted(arguments)
+        if node.op == REAL_INDEX:
+            wraps, is_longer = arguments["wraps"], arguments["is_longer"]
+            return self._index(self._value(arguments["self"]), arguments["size"], wraps=wraps, is_longer=is_longer)
+        op = operator_named(node.op)
+        assert op is not None, "repairs are made of operators that exist"
+        args, kwargs = [], {}
+        for argument in operators.schema_of(op).arguments:
+            value = self._value(arguments.get(argument.name, argument.default_value))
+            if argument.name == "device":
+                value = self._device
+            if not argument.kwarg_only:
+                args.append(value)
+            elif value is not None and value != argument.default_value:
+                kwargs[argument.name] = value
+        return self.call(op, *args, **kwargs)
+
+    def _sorted(self, arguments: Mapping[str, Any]) -> fx.Node:
+        """NaN is the greatest, and a stable sort puts real entries that equal padding before it."""
+        tensor, dim, descending = self._value(arguments["self"]), arguments["dim"], arguments["descending"]
+        dtype = tensor.meta["val"].dtype
+        fill: Any = math.nan if dtype.is_floating_point else greatest(dtype)
+        last = self._filling(lowest(dtype) if descending else fill, dtype)  # guard: made_order_of_nan
+        real = self._is_real(arguments["size"], tensor.meta["val"].dim() - dim - 1)
+        filled = self.call(aten.where.self, real, tensor, last)
+        return self.call(aten.sort.stable, filled, stable=True, dim=dim, descending=descending)
+
+    def _neutral(self, arguments: Mapping[str, Any]) -> fx.Node:
+        """``where(real, x, fill)``, where the entries of one factor of a dimension below its real size are real."""
+        value, dim, fill = self._value(arguments["self"]), arguments["dim"], arguments["fill"]
+        tensor = value.meta["val"]
+        real = self._is_real(arguments["size"], tensor.dim() - dim - 1)
+        if not arguments["is_outermost"] or arguments["inner"] != 1:
+            real = self._spread(arguments["size"], arguments["inner"], value, dim)
+        return self.call(
+            aten.where.self,
+            real,
+            value,
+            self._filling(self._padded(fill) if isinstance(fill, sympy.Basic) else fill, tensor.dtype),
+        )
+
+    def _is_real_index(self, size: Size, num_dims: int) -> fx.Node:
+        """For each index of a padded ``size``, whether it is below the real one; with dimensions of 1 behind."""
+        if num_dims:
+            return self._at_the_start(aten.unsqueeze.default, self._is_real(size, num_dims - 1), -1)
+        options = {"start": 0, "step": 1, "dtype": torch.int32, "device": self._device, "requires_grad": False}
+        index = self._at_the_start(prims.iota.default, self._padded(size), **options)
+        return self._at_the_start(aten.lt.Tensor, index, self._real(size))
+
+    def _of_entries(self, size: Size, shape: Any) -> fx.Node:
+        """The real value of an expression for each entry of a tensor."""
+        number = self._real(size, shape.sizes)
+        if number.meta["val"].dim() < len(shape.sizes) or len(self._indices_in(size)) < len(shape.sizes):
+            number = self.call(aten.expand.default, number, list(map(self._padded, shape.sizes)))
+        return self.call(prims.convert_element_type.default, number, shape.dtype)
+
+    def _indices_in(self, size: Size) -> set[Any]:
+        return set(INDEX) & size.free_symbols if isinstance(size, sympy.Basic) else set()
+
+    def _index_along(self, length: Size, num_dims: int) -> fx.Node:
+        """The index of each entry along a dimension; with dimensions of 1 behind."""
+        if num_dims:
+            return self._at_the_start(aten.unsqueeze.default, self._along(length, num_dims - 1), -1)
+        options = {"start": 0, "step": 1, "dtype": torch.int64, "device": self._device, "requires_grad": False}
+        return self._at_the_start(prims.iota.default, self._padded(length), **options)
+
+    def _spread(self, size: Size, inner: Size, value: fx.Node, dim: int) -> fx.Node:
+        """Whether the index along one factor is real, for the entries of a dimension; with dimensions of 1 behind."""
+        length, within = self._padded(size), self._padded(inner)
+        whole = self.call(aten.sym_size.int, value, dim)
+        outer = self.call(operator.floordiv, whole, self.call(operator.mul, length, within))
+        block = self.call(aten.unsqueeze.default, self._is_real(size, 1), 0)
+        wide = self.call(aten.expand.default, block, [outer, length, within])
+        dense = self.call(aten.clone.default, wide, memory_format=torch.contiguous_format)
+        return self.call(aten.view.default, dense, [whole, *[1] * (value.meta["val"].dim() - dim - 1)])
+
+    def _index(self, index: fx.Node, size: Size, *, wraps: bool, is_longer: bool) -> fx.Node:
+        """Indices of a longer dimension: those from the end, and those beyond it, move by the length of its padding."""
+        length = self._real(size)
+        padding = self.call(aten.sub.Tensor, self._number(self._padded(size + int(is_longer)), torch.int32), length)
+        beyond = self.call(aten.add.Tensor, index, padding)
+        from_start = self.call(aten.where.self, self.call(aten.lt.Tensor, index, length), index, beyond)
+        if not wraps:  # guard: made_index_refuses_negatives
+            return from_start
+        start = self.call(aten.neg.default, length)
+        from_end = self.call(
+            aten.where.self,
+            self.call(aten.lt.Tensor, index, start),
+            self.call(aten.sub.Tensor, index, padding),
+            self.call(aten.add.Tensor, index, length),
+        )
+        return self.call(aten.where.self, self.call(aten.lt.Scalar, index, 0), from_end, from_start)
+
+    def _number(self, number: Any, dtype: torch.dtype) -> fx.Node:
+        options = {"dtype": dtype, "device": self._device, "pin_memory": False}
+        return self._at_the_start(aten.full.default, [], number, **options)
+
+    # --- sizes
+
+    def _real_value(self, size: Size, shape: tuple[Size, ...] = ()) -> Any:
+        """The real value of an expression, as an int32 tensor without dimensions; int64 with those of the indices."""
+        if isinstance(size, (int, sympy.Integer)):
+            return self._number(int(size), torch.int32)
+        if size in INDEX:
+            return self._along(shape[INDEX.index(size)], len(shape) - 1 - INDEX.index(size))
+        if isinstance(size, (sympy.Float, sympy.Rational)):
+            return self._number(float(size), torch.float64)
+        if isinstance(size, sympy.Symbol):
+            return self._at_the_start(aten.select.int, self._vector, 0, self._entries[size])
+        op, _, parts = _parts(size)
+        values = [self._real(part, shape if self._indices_in(part) else ()) for part in parts]
+        if op is aten.abs.default:
+            return self._at_the_start(op, *values)
+        if op in (prims.convert_element_type.default, aten.div.Tensor):
+            wide = [self._at_the_start(prims.convert_element_type.default, value, torch.float64) for value in values]
+            return wide[0] if len(wide) == 1 else self._at_the_start(aten.div.Tensor, *wide)
+        if op in (aten.div.Tensor_mode, aten.remainder.Tensor):
+            options = {"rounding_mode": "floor"} if op is aten.div.Tensor_mode else {}
+            divisor = self._at_the_start(aten.clamp_min.default, values[1], 1)
+            return self._at_the_start(op, values[0], divisor, **options)
+        return functools.reduce(lambda one, other: self._at_the_start(op, one, other), values)
+
+    def _padded_value(self, size: Size) -> Any:
+        """The value of an expression at the graph's own sizes: a number, or the node of one."""
+        if isinstance(size, (int, sympy.Integer)):
+            return int(size)
+        if isinstance(size, sympy.Symbol):
+            return self._symbol(size)
+        _, op, parts = _parts(size)
+        values = list(map(self._padded, parts))
+        if len(values) == 1:
+            return self._at_the_start(op, values[0])
+        return functools.reduce(lambda one, other: self._at_the_start(op, one, other), values)
+
+    def _symbol(self, symbol: sympy.Symbol) -> fx.Node:
+        """The input that is a size, or the dimension of an input that has it."""
+        placeholders: list[fx.Node] = list(self._graph.find_nodes(op="placeholder"))
+        for node in placeholders:
+            if symbolic.expression_of(node.meta.get("val")) == symbol:
+                return node
+        for node in placeholders:
+            value = node.meta.get("val")
+            for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+                if symbolic.expression_of(size) == symbol:
+                    return self._at_the_start(aten.sym_size.int, node, dim)
+        raise AssertionError(f"no input has the size {symbol}")

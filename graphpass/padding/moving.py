@@ -1,0 +1,226 @@
+"""Rewrites of operators that move entries: each entry of the result is picked at its real place.
+
+The place is an expression over the real sizes and the index in the result. So whatever an operator does with places,
+such as a view that cuts through a padded size, becomes one index.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+
+from graphpass.compat import symbolic
+from graphpass.padding.making import Making, Operands, Rewrite, is_computed
+from graphpass.padding.neutral import INDEX, REAL_ORDER, REAL_SIZE, RESULTS
+from graphpass.padding.program import GETITEM, Ref
+from graphpass.padding.sizes import is_zero_size, product
+from graphpass.padding.values import PaddedValue, Size, TensorShape
+
+_AT = INDEX[0]  # the index in a dimension that replaces one
+
+
+def _one_dim(operands: Operands, dim: int, place: Any, length: Size) -> Ref | None:
+    """The operand, with the entries at ``place`` in one dimension."""
+    ref = operands.argument("self")
+    return operands.making.picked(ref, dim, [place], [length]) if isinstance(ref, Ref) else None
+
+
+def selected(operands: Operands, read: frozenset[int]) -> Ref | None:
+    """An entry counted from the end of a padded dimension, or by a padded size."""
+    call, shape = operands.call, operands.node.result
+    value, index = call.tensor("self"), call.argument("index")
+    if not isinstance(shape, TensorShape) or isinstance(index, PaddedValue):
+        return None
+    dim = call.dim(call.argument("dim"), value.rank)
+    from_end = isinstance(index, int) and index < 0  # guard: made_last_entry
+    entry = _one_dim(operands, dim, product(value.factors[dim]) + index if from_end else index, 1)
+    return None if entry is None else operands.making.emit("aten::squeeze.dim", shape, self=entry, dim=dim)
+
+
+def sliced(operands: Operands, read: frozenset[int]) -> Ref | None:
+    """Entries counted from the end of a padded dimension, or by a padded size; not where the ends of it cut them."""
+    call, shape = operands.call, operands.node.result
+    value, step = call.tensor("self"), call.argument("step", default=1)
+    dim = call.dim(call.argument("dim", default=0), value.rank)
+    whole = product(value.factors[dim])
+    start, end = call.argument("start"), call.argument("end")
+    first, last = (whole + at if isinstance(at, int) and at < 0 else at for at in (start or 0, end))
+    last = whole if last in (None, sys.maxsize) else last
+    if not isinstance(shape, TensorShape) or not isinstance(step, int):
+        return None
+    length = shape.sizes[dim]
+    steps = last - first if step == 1 else symbolic.floor_div(last - first + step - 1, step)
+    if not is_zero_size(steps - length):  # guard: made_slice
+        return None
+    return _one_dim(operands, dim, first + step * _AT, length)
+
+
+def flipped(operands: Operands, read: frozenset[int]) -> Ref | None:
+    """Entries in the other order, from the last real one on."""
+    return _along_dims(operands, operands.call.argument("dims"), lambda at, size: size - 1 - _AT)
+
+
+def rolled(operands: Operands, read: frozenset[int]) -> Ref | None:
+    """Entries that leave at the real end come in at the front."""
+    shifts, dims = operands.call.argument("shifts"), operands.call.argument("dims", default=())
+    if len(dims) != len(shifts):
+        return None
+    return _along_dims(operands, dims, lambda at, size: sympy.Mod(_AT - shifts[at], size))
+
+
+def _along_dims(operands: Operands, dims: Sequence[int], place: Callable[[int, Any], Any]) -> Ref | None:
+    """The operand with entries at other places along some dimensions, each as long as before."""
+    making, value = operands.making, operands.call.tensor("self", "a")
+    ref = operands.argument("self" if "self" in operands.call.arguments else "a")
+    for at, dim in enumerate(operands.call.dim(dim, value.rank) for dim in dims):
+        size = product(value.factors[dim])
+        ref = making.picked(ref, dim, [place(at, size)], [size])
+        if ref is None:
+            return None
+    return ref if isinstance(ref, Ref) and dims else None
+
+
+def reflected(place: Any, size: Any) -> Any:
+    """The place of an entry before the first or behind the last, where they are mirrors."""
+    return size - 1 - sympy.Abs(size - 1 - sympy.Abs(place))
+
+
+def repeated(place: Any, size: Any) -> Any:
+    """The same, where the first and last are repeated."""
+    return sympy.Min(sympy.Max(place, 0), size - 1)
+
+
+def extended(inside: Callable[[Any, Any], Any]) -> Rewrite:
+    """A dimension that goes on at both ends with entries of its own."""
+
+    def rewrite(operands: Operands, read: frozenset[int]) -> Ref | None:
+        making, value, ref = operands.making, operands.call.tensor("self"), operands.argument("self")
+        amounts: Sequence[Any] = operands.call.argument("padding")
+        shape = operands.node.result
+        for turn, left in enumerate(amounts[::2]):
+            dim = value.rank - 1 - turn
+            if not isinstance(ref, Ref) or not isinstance(shape, TensorShape):
+                return None
+            place = inside(_AT - left, product(value.factors[dim]))
+            ref = making.picked(ref, dim, [place], [shape.sizes[dim]])
+        return ref if isinstance(ref, Ref) else None
+
+    return rewrite
+
+
+def counted(operands: Operands, read: frozenset[int]) -> Ref | None:
+    """Numbers that start or step by a padded size."""
+    call, shape = operands.call, operands.node.result
+    start, step = call.argument("start", default=0), call.argument("step", default=1)
+    if not isinstance(shape, TensorShape) or (isinstance(step, float) and not step.is_integer()):
+        return None
+    step = int(step) if isinstance(step, float) else step
+    is_whole = all(isinstance(number, (int, sympy.Basic)) and is_computed(number) for number in (start, step))
+    is_exact = not shape.dtype.is_floating_point or shape.dtype.itemsize >= 4  # guard: made_numbers_are_exact
+    if not is_whole or not is_exact or type(start).__name__ == "ToFloat":
+        return None
+    operands.making.inserted("the real numbers", shape.sizes[0], shape)
+    return operands.making.emit(REAL_SIZE, shape, size=start + step * _AT, counted=None)  # guard: made_ranges_apart
+
+
+def viewed(operands: Operands, read: frozenset[int]) -> Ref | None:
+    """A view that cuts through padded sizes: each entry at its place in the order of the real ones."""
+    call, shape, ref = operands.call, operands.node.result, operands.argument("self")
+    if not isinstance(shape, TensorShape) or not isinstance(ref, Ref) or "dtype" in call.arguments:
+        return None
+    before = [product(of_dim) for of_dim in call.tensor("self").factors]
+    after = list(shape.sizes)
+    first = next((at for at, (old, new) in enumerate(zip(before, after, strict=False)) if old != new), 0)
+    while before[first:] and after[first:] and is_zero_size(before[-1] - after[-1]):
+        before.pop(), after.pop()
+    old, new = before[first:], after[first:]
+    if not old or not is_zero_size(product(tuple(old)) - product(tuple(new))):
+        return None
+    flat: Any = sum(index * product(tuple(new[at + 1 :])) for at, index in zip(range(len(new)), INDEX, strict=False))
+    places = []
+    for at, size in enumerate(old):
+        place = symbolic.floor_div(flat, product(tuple(old[at + 1 :])))
+        places.append(sympy.Mod(place, size, evaluate=False) if at else place)
+    return operands.making.picked(ref, first, places, new) if len(new) <= len(INDEX) else None
+
+
+def _from_place_on(making: Making, place: Any, dim: int, shape: TensorShape, inside: Ref, outside: Ref) -> Ref | None:
+    """``inside`` where the place is at least 0, else ``outside``."""
+    behind = [1] * (len(shape.sizes) - 1 - dim)
+    at = making.real(place, TensorShape((shape.sizes[dim], *behind), torch.int64))
+    if at is None:
+        return None
+    is_inside = making.emit("aten::ge.Scalar", replace(making.shape_of(at), dtype=torch.bool), self=at, other=0)
+    return making.emit("aten::where.self", shape, condition=is_inside, self=inside, other=outside)
+
+
+def joined(operands: Operands, read: frozenset[int]) -> Ref | None:
+    """Each part begins where the real entries of the one before it end."""
+    call, making, shape = operands.call, operands.making, operands.node.result
+    refs = operands.argument("tensors")
+    if not isinstance(shape, TensorShape):
+        return None
+    dim = call.dim(call.argument("dim", default=0), len(shape.sizes))
+    start = sympy.Integer(0)
+    result: Ref | None = None
+    for ref in refs:
+        value = making.value(ref)
+        # guard: made_parts_of_one_type
+        if value.rank != len(shape.sizes) or value.dtype is not shape.dtype or value.factors[dim] == (0,):
+            return None
+        size, length = product(value.factors[dim]), shape.sizes[dim]
+        part = making.picked(ref, dim, [repeated(_AT - start, size)], [length])
+        if part is not None and result is not None:
+            part = _from_place_on(making, _AT - start, dim, shape, part, result)
+        if part is None:
+            return None
+        result = part
+        start = start + size
+    return result
+
+
+def replaced_part(operands: Operands, read: frozenset[int]) -> Ref | None:
+    """Entries between two real places come from another tensor."""
+    call, making, shape = operands.call, operands.making, operands.node.result
+    ref, source, step = operands.argument("self"), operands.argument("src"), call.argument("step", default=1)
+    if not isinstance(shape, TensorShape) or not isinstance(ref, Ref) or not isinstance(source, Ref) or step != 1:
+        return None
+    dim = call.dim(call.argument("dim", default=0), len(shape.sizes))
+    whole = shape.sizes[dim]
+    first = call.argument("index", "start") or 0
+    first = whole + first if isinstance(first, int) and first < 0 else first
+    if "index" in call.arguments:
+        sizes = making.shape_of(source).sizes
+        one = replace(making.shape_of(source), sizes=(*sizes[:dim], 1, *sizes[dim:]))
+        source = making.emit("aten::unsqueeze", one, self=source, dim=dim)
+    length = making.shape_of(source).sizes[dim]
+    part = making.picked(source, dim, [repeated(_AT - first, length)], [whole])
+    is_inside = sympy.Min(_AT - first, first + length - 1 - _AT)
+    return None if part is None else _from_place_on(making, is_inside, dim, shape, part, ref)
+
+
+def ordered(operands: Operands, read: frozenset[int]) -> Ref | None:
+    """``sort``, and ``topk`` as the first entries of one: padding comes last."""
+    call, making, ref = operands.call, operands.making, operands.argument("self")
+    value, shapes = call.tensor("self"), operands.node.result
+    dim = call.dim(call.argument("dim", default=-1), value.rank)
+    of_dim, count = value.factors[dim], call.argument("k")
+    if not isinstance(ref, Ref) or not isinstance(shapes, tuple) or len(of_dim) != 1 or isinstance(count, sympy.Basic):
+        return None
+    descending = bool(call.argument("descending", "largest", default=False))
+    whole = making.shape_of(ref)
+    both = (whole, replace(whole, dtype=torch.int64))
+    made = making.emit(REAL_ORDER, both, self=ref, dim=dim, size=of_dim[0], descending=descending)
+    making.inserted("padding behind all real entries", of_dim[0], whole)
+    if count is None:
+        return made
+    parts = []
+    for at, (shape, of_all) in enumerate(zip(shapes, both, strict=True)):
+        part = making.emit(GETITEM, of_all, of=made, at=at)
+        parts.append(making.emit("aten::slice.Tensor", shape, self=part, dim=dim, start=0, end=count, step=1))
+    return making.emit(RESULTS, shapes, results=tuple(parts))

@@ -1,0 +1,462 @@
+"""An aten graph as a plain record: proofs need no graph module, and equal regions share one record.
+
+The interpreter reads :class:`AtenNode` alone. This file makes them from a graph of AOTAutograd: operators without a
+rule are recorded as the operators they consist of, and a few that a compiler decomposed are recognised.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch
+from sympy.core.function import Application
+from torch import fx
+
+from graphpass.compat import operators, symbolic
+from graphpass.compat.nnmodules import where_of
+from graphpass.padding.indexing import BAGS, checks_numbers
+from graphpass.padding.sizes import as_size, product, quotient
+from graphpass.padding.table import rule_for
+from graphpass.padding.values import ResultShape, Size, TensorShape
+
+GETITEM = "getitem"
+NUMBER = "number"
+CONSTANT = "constant"
+_PERMUTE, _VIEW = torch.ops.aten.permute.default, torch.ops.aten.view.default
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """An earlier value of the graph by its index: the inputs come first, then the nodes in order."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class AtenNode:
+    """One operator of the graph."""
+
+    op: str  #: the qualified name, ``aten::add.Tensor``; or ``getitem``, ``number`` or ``constant``
+    #: (schema name, argument) pairs, defaults included; tensors are :class:`Ref`, symbolic sizes are expressions.
+    arguments: tuple[tuple[str, Any], ...]
+    result: ResultShape  #: the shape of the result
+    where: str = ""  #: the line of the user's code
+    writes: tuple[str, ...] = ()  #: schema names of the arguments that the operator writes to
+    has_token: bool = False  #: the operator is ordered with other effects, and its first result is a token
+    #: For an op inside ``auto_functionalized``, the schema names of the written tensors, in the order in which their
+    #: new values follow the results.
+    bases: tuple[str | None, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Insertion:
+    """One repair, for reports."""
+
+    op: str  #: the operator that needed it
+    where: str  #: the line of the user's code
+    what: str  #: ``0 in dimension 1``
+    size: Size  #: the padded size
+    sizes: tuple[Size, ...]  #: of the tensor that it makes
+    itemsize: int  #: bytes of an entry
+
+
+@dataclass(frozen=True, slots=True)
+class AtenGraph:
+    """A graph of aten operators with symbolic sizes."""
+
+    #: For each placeholder the shape of a tensor, the expression of a number, else None.
+    inputs: tuple[TensorShape | Size | None, ...]
+    input_names: tuple[str, ...]  #: the names of the placeholders
+    nodes: tuple[AtenNode, ...]  #: the operators, in order
+    outputs: tuple[Ref | Size | None, ...]  #: for each flat output a :class:`Ref`, a number, or None
+    symbols: tuple[sympy.Symbol, ...]  #: the symbols of the inputs in order of first occurrence
+    insertions: tuple[Insertion, ...] = ()  #: the repairs in it, where its padding is made
+    #: (input, number): what fills the padding of inputs, where that makes repairs unnecessary
+    fills: tuple[tuple[int, float | int | bool], ...] = ()
+
+    @staticmethod
+    def of(graph_module: fx.GraphModule) -> AtenGraph:
+        """The record of a graph from AOTAutograd, whose nodes have their fake values in ``meta["val"]``."""
+        return _Reader(graph_module).read()
+
+    @staticmethod
+    def as_decomposed(graph_module: fx.GraphModule) -> tuple[AtenGraph, dict[int, fx.Node]]:
+        """The record without whole softmaxes in place of their parts; {position of a node in it: what it records}."""
+        reader = _Reader(graph_module, completes_softmax=False)
+        return reader.read(), reader.recorded
+
+
+def references(argument: Any) -> Iterator[int]:
+    """The indices of the earlier values in ``argument``, also those nested in tuples."""
+    if isinstance(argument, Ref):
+        yield argument.index
+    elif isinstance(argument, tuple):
+        for part in argument:
+            yield from references(part)
+
+
+class _Reader:
+    """Reads one graph module, node by node."""
+
+    def __init__(self, graph_module: fx.GraphModule, *, completes_softmax: bool = True) -> None:
+        self._module = graph_module
+        always = (_cut_padding, _comparison, _bags_of_rows)
+        self._patterns = (_softmax, *always) if completes_softmax else always
+        self.recorded: dict[int, fx.Node] = {}
+        self._at: dict[fx.Node, Any] = {}
+        self._nodes: list[AtenNode] = []
+        self._inputs: tuple[Any, ...] = ()
+        # Sizes of the padded run satisfy the guards, too. Two symbols stay two: calls where they differ are possible.
+        env = symbolic.shape_env_of(node.meta["val"] for node in graph_module.graph.nodes if "val" in node.meta)
+        self._bounds = functools.cache(functools.partial(symbolic.bounds_of, env))
+        facts = map(_by_length, symbolic.facts_of(env))
+        self._equal = {large: small for large, small in facts if isinstance(large, sympy.Expr) and large.args}
+        self._taped: dict[int, Any] = {}  # id of a fake tensor of the decomposition being recorded -> its Ref
+
+    def read(self) -> AtenGraph:
+        nodes = list(self._module.graph.nodes)
+        placeholders = [node for node in nodes if node.op == "placeholder"]
+        for position, node in enumerate(placeholders):
+            self._at[node] = Ref(position)
+        self._inputs = tuple(self._shape_of(node.meta.get("val")) for node in placeholders)
+        outputs: tuple[Any, ...] = ()
+        for node in nodes:
+            if node.op == "output":
+                outputs = tuple(self._plain(output) for output in node.args[0])
+            elif node.op != "placeholder":
+                composed = self._decomposed(node) if isinstance(node.target, operators.OpOverload) else None
+                self._at[node] = self._added(self._node(node)) if composed is None else composed
+                if composed is None:
+                    self.recorded[len(self._nodes) - 1] = node
+        shapes = tuple(s if isinstance(s, (TensorShape, int, sympy.Basic)) else None for s in self._inputs)
+        names = tuple(str(node.name) for node in placeholders)
+        sizes = [size for shape in shapes for size in (shape.sizes if isinstance(shape, TensorShape) else (shape,))]
+        known = [sorted(size.free_symbols, key=str) for size in sizes if isinstance(size, sympy.Basic)]
+        symbols: Any = tuple(dict.fromkeys(itertools.chain.from_iterable(known)))
+        return AtenGraph(shapes, names, tuple(self._nodes), outputs, symbols)
+
+    def _added(self, node: AtenNode) -> Ref:
+        self._nodes.extend(next(filter(None, (pattern(node, self) for pattern in self._patterns)), (node,)))
+        return Ref(self.next.index - 1)
+
+    @property
+    def next(self) -> Ref:
+        """The value of the node that will be recorded next."""
+        return Ref(len(self._inputs) + len(self._nodes))
+
+    def arguments_of(self, value: Any, op: str) -> dict[str, Any]:
+        """The arguments of the node that computed ``value``; none if its operator is not ``op``."""
+        at = value.index - len(self._inputs) if isinstance(value, Ref) else -1
+        return dict(self._nodes[at].arguments) if at >= 0 and self._nodes[at].op == op else {}
+
+    def shape_at(self, value: Any) -> TensorShape | None:
+        """The shape of an earlier value; None if it is no tensor."""
+        if not isinstance(value, Ref):
+            return None
+        at = value.index - len(self._inputs)
+        shape = self._nodes[at].result if at >= 0 else self._inputs[value.index]
+        return shape if isinstance(shape, TensorShape) else None
+
+    def number(self, value: Any) -> Any:
+        """A number, or the size that an earlier value is."""
+        if not isinstance(value, Ref):
+            return value
+        at = value.index - len(self._inputs)
+        return self._nodes[at].result if at >= 0 else self._inputs[value.index]
+
+    def _decomposed(self, node: fx.Node) -> Any | None:
+        """The result of an operator without a padding rule, recorded as the operators that it consists of.
+
+        It is a Ref, or a tuple of them. None if the operator has a rule, or no decomposition that can be recorded.
+        """
+        op: Any = node.target
+        if rule_for(op.name()) is not None or checks_numbers(op.name().partition("::")[2].partition(".")[0]):
+            return None
+        inputs = {id(one.meta.get("val")): self._at[one] for one in node.all_input_nodes}
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.meta.get("val"))
+        tape = symbolic.decomposition_tape(op, args, kwargs)
+        if tape is None or not tape.is_closed(inputs):
+            return None
+        where = where_of(node.meta.get("stack_trace"))
+        self._taped.update(inputs)
+        for called, args, kwargs, result in tape.calls:
+            ref = self._added(self._of_operator(called, args, kwargs, self._shape_of(result), where))
+            parts = result if isinstance(result, (list, tuple)) else ()
+            for at, part in enumerate(parts):
+                self._taped[id(part)] = self._added(
+                    AtenNode(GETITEM, (("of", ref), ("at", at)), self._shape_of(part), where)
+                )
+            if not parts:
+                self._taped[id(result)] = ref
+        return self._plain(tape.result)
+
+    def _plain(self, argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return self._at[argument]
+        if isinstance(argument, torch.Tensor):
+            return self._taped[id(argument)]
+        if isinstance(argument, (list, tuple)):
+            return tuple(self._plain(part) for part in argument)
+        if isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return self._size(argument)
+        if argument is None or isinstance(argument, (Ref, bool, int, float, complex, str, torch.dtype)):
+            return argument
+        return str(argument)
+
+    def _node(self, node: fx.Node) -> AtenNode:
+        where = where_of(node.meta.get("stack_trace"))
+        result = self._shape_of(node.meta.get("val"))
+        target = node.target
+        if node.op == "get_attr":
+            value = operator.attrgetter(str(target))(self._module)
+            return AtenNode(CONSTANT, (), self._shape_of(value), where)
+        if target is operator.getitem:
+            return AtenNode(GETITEM, (("of", self._plain(node.args[0])), ("at", node.args[1])), result, where)
+        if target is torch.ops.aten.as_strided.default and (restrided := self._restrided(node, where)) is not None:
+            return restrided
+        if isinstance(target, operators.OpOverload):
+            return self._of_operator(target, node.args, node.kwargs, result, where)
+        if operators.is_higher_order(target):
+            return self._of_higher_order(node, result, where)
+        is_number = isinstance(result, (int, sympy.Expr, sympy.Basic, float))
+        return AtenNode(NUMBER if is_number else str(target), self._positional(node), result, where)
+
+    def _restrided(self, node: fx.Node, where: str) -> AtenNode | None:
+        """An ``as_strided`` as a view, if its entries are those of the whole tensor in the order of memory."""
+        source: Any = node.args[0]
+        tensor: Any = source.meta.get("val")
+        result: Any = node.meta.get("val")
+        if tensor is None or self._size(tensor.storage_offset()) != self._size(result.storage_offset()):
+            return None
+        value, before, after = self._plain(source), self._strided(tensor), self._strided(result)
+
+        def moved(op: Any, value: Ref, argument: Sequence[Any], sizes: Iterable[Size]) -> Ref:
+            shape = TensorShape(tuple(sizes), tensor.dtype)
+            return self._added(self._of_operator(op, (value, argument), {}, shape, where))
+
+        if list(before.values()) != list(after.values()):
+            of_tensor, of_result = _memory_order(before), _memory_order(after)
+            whole, parts = ([size for size, _ in layout.values()] for layout in (of_tensor, of_result))
+            if len(whole) != len(before) or len(parts) != len(after) or quotient(_count(whole), _count(parts)) != 1:
+                return None
+            ones = [dim for dim in range(tensor.dim()) if dim not in before]
+            value = moved(_PERMUTE, value, [*of_tensor, *ones], [*whole, *(1 for _ in ones)])
+            value = moved(_VIEW, value, parts, parts)
+            value = moved(_PERMUTE, value, [[*of_result].index(dim) for dim in after], (s for s, _ in after.values()))
+        return self._of_operator(_VIEW, (value, node.args[1]), {}, self._shape_of(result), where)
+
+    def _strided(self, tensor: torch.Tensor) -> dict[int, tuple[Size, Size]]:
+        """{dimension: (size, stride)} of the dimensions of other sizes than 1."""
+        layout = zip(map(self._size, tensor.shape), map(self._size, tensor.stride()), strict=True)
+        return {dim: of_dim for dim, of_dim in enumerate(layout) if of_dim[0] != 1}
+
+    def _size(self, value: Any) -> Size:
+        """A symbolic number as a size, with each size that the guards know in two forms in its shorter one."""
+        size = as_size(symbolic.expression_of(value))
+        size = as_size(size.xreplace(self._equal)) if isinstance(size, sympy.Basic) and self._equal else size
+        return self._signed(size) if isinstance(size, sympy.Basic) and size.atoms(Application) else size
+
+    def _signed(self, size: sympy.Basic) -> Size:
+        """``size`` as it is where the symbols that the guards bound by 1 or more are positive."""
+        bounds = ((symbol, self._bounds(symbol)[0]) for symbol in size.free_symbols)
+        positive = {symbol: sympy.Dummy(positive=True, integer=True) for symbol, least in bounds if least and least > 0}
+        known = size.xreplace(positive).replace(_is_quotient, _whole)
+        return as_size(known.xreplace({dummy: symbol for symbol, dummy in positive.items()}))
+
+    def _shape_of(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return TensorShape(tuple(map(self._size, value.shape)), value.dtype)
+        if isinstance(value, (list, tuple)):
+            return tuple(map(self._shape_of, value))
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return self._size(value)
+        return value if isinstance(value, (int, float)) else None
+
+    def _positional(self, node: fx.Node) -> tuple[tuple[str, Any], ...]:
+        named = [(str(position), self._plain(argument)) for position, argument in enumerate(node.args)]
+        return (*named, *((name, self._plain(argument)) for name, argument in node.kwargs.items()))
+
+    def _of_operator(
+        self, op: operators.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, where: str
+    ) -> AtenNode:
+        schema = operators.schema_of(op)
+        bound = []
+        for position, argument in enumerate(schema.arguments):
+            if position < len(args) and not argument.kwarg_only:
+                value = args[position]
+            elif argument.name in kwargs:
+                value = kwargs[argument.name]
+            else:
+                value = argument.default_value
+            bound.append((argument.name, self._plain(value)))
+        return AtenNode(op.name(), tuple(bound), result, where, _written_by(schema))
+
+    def _of_higher_order(self, node: fx.Node, result: Any, where: str) -> AtenNode:
+        name = str(getattr(node.target, "__name__", node.target))
+        inner = next((argument for argument in node.args if isinstance(argument, operators.OpOverload)), None)
+        if name == "with_effects" and inner is not None and isinstance(result, tuple):
+            rest = result[1:] if len(result) != 2 else result[1]
+            return replace(self._of_operator(inner, node.args[2:], node.kwargs, rest, where), has_token=True)
+        if name.startswith("auto_functionalized") and inner is not None:
+            functional = self._functionalized(inner, node, result, where)
+            if functional is not None:
+                return functional
+        arguments = self._positional(node)
+        if name == "flex_attention":
+            mask: Any = node.args[4]
+            reads_batch = self._reads_batch(node.args[3], 1) or self._reads_batch(mask[-1], 0)
+            arguments = (*arguments, ("reads_batch", reads_batch))
+        return AtenNode(f"higher_order::{name}", arguments, result, where)
+
+    def _reads_batch(self, function: Any, position: int) -> bool:
+        """Whether a function of ``flex_attention`` reads the number of the batch, which it gets at ``position``."""
+        inner = operator.attrgetter(str(function.target))(self._module)
+        batch = [node for node in inner.graph.nodes if node.op == "placeholder"][position]
+        return any(user.target not in ("new_ones", torch.ops.aten.new_ones.default) for user in batch.users)
+
+    def _functionalized(self, op: operators.OpOverload, node: fx.Node, result: Any, where: str) -> AtenNode | None:
+        """The custom op inside ``auto_functionalized``; None if it writes to a view instead of a whole tensor."""
+        kwargs: dict[str, Any] = dict(node.kwargs)
+        bases: list[str | None]
+        every: Any = kwargs.pop("_all_bases", None)
+        written = _written_by(operators.schema_of(op))
+        if every is None:
+            bases = list(written)
+        else:
+            bases = [None] * len(every)
+            for name in written:
+                position = kwargs.pop(f"_{name}_base_index", None)
+                if not isinstance(position, int) or any(key.startswith(f"_{name}_") for key in kwargs):
+                    return None
+                bases[position], kwargs[name] = name, every[position]
+        return replace(self._of_operator(op, (), kwargs, result, where), bases=tuple(bases))
+
+
+def _memory_order(layout: Mapping[int, tuple[Size, Size]]) -> dict[int, tuple[Size, Size]]:
+    """The dimensions from the outermost in memory to the innermost; not all, if entries lie apart or are shared."""
+    left, order, stride = dict(layout), list[int](), as_size(1)
+    while dim := [dim for dim, (_, of_dim) in left.items() if quotient(of_dim, stride) == 1][:1]:
+        order += dim
+        stride = product((stride, left.pop(dim[0])[0]))
+    return {dim: layout[dim] for dim in reversed(order)}
+
+
+def _count(sizes: Sequence[Size]) -> Size:
+    return product(tuple(sizes))
+
+
+def _is_quotient(size: Any) -> bool:
+    return type(size).__name__ == "FloorDiv"
+
+
+def _whole(floored: Any) -> Any:
+    """``(a * b) // b`` is ``a``, and so is ``(a * b + b - 1) // b``, the number of steps of b below a * b."""
+    total, divisor = floored.args
+    found = [(quotient(as_size(total + rest), as_size(divisor)), rest) for rest in (0, 1) if divisor.is_positive]
+    return next((steps - rest for steps, rest in found if steps is not None), floored)
+
+
+def _written_by(schema: Any) -> tuple[str, ...]:
+    return tuple(
+        argument.name
+        for argument in schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def _by_length(fact: sympy.Basic) -> tuple[Any, Any]:
+    """The two sides of an equation of sizes, the longer one first; (fact, fact) for any other fact."""
+    sides = fact.args if isinstance(fact, sympy.Eq) else (fact, fact)
+    first, second = sorted(sides, key=lambda side: (-sympy.count_ops(side), str(side)))
+    return first, second
+
+
+# --- operators that a compiler decomposed, where padding can be proved for the whole operator only
+
+
+# Each pattern returns the nodes to record for ``node``, which follows ``earlier`` ones; none if it does not apply.
+
+
+def _softmax(node: AtenNode, earlier: _Reader) -> tuple[AtenNode, ...]:
+    """``e / e.sum(dim)`` for ``e = exp(x - x.amax(dim))``, or the logarithm of it as a difference."""
+    if node.op not in ("aten::div.Tensor", "aten::sub.Tensor"):
+        return ()
+    arguments, is_log = dict(node.arguments), node.op == "aten::sub.Tensor"
+    total = arguments["other"]
+    if is_log:
+        total = earlier.arguments_of(total, "aten::log").get("self") if arguments["alpha"] == 1 else None
+    summed = earlier.arguments_of(total, "aten::sum.dim_IntList")
+    powers = earlier.arguments_of(summed.get("self"), "aten::exp")
+    shifted = earlier.arguments_of(powers.get("self"), "aten::sub.Tensor")
+    greatest = earlier.arguments_of(shifted.get("other"), "aten::amax")
+    if not greatest or arguments["self"] != (powers if is_log else summed)["self"]:
+        return ()
+    same = greatest["self"] == shifted["self"] and shifted["alpha"] == 1 and greatest["dim"] == summed["dim"]
+    if not same or len(summed["dim"]) != 1 or not (greatest["keepdim"] is summed["keepdim"] is True):
+        return ()
+    op = "aten::_log_softmax" if is_log else "aten::_softmax"
+    scores = (("self", shifted["self"]), ("dim", summed["dim"][0]), ("half_to_float", False))
+    return (replace(node, op=op, arguments=scores),)
+
+
+def _cut_padding(node: AtenNode, earlier: _Reader) -> tuple[AtenNode, ...]:
+    """A tensor extended at its end and cut to its old size, as for the alignment of an attention mask, is unchanged."""
+    if node.op != "aten::slice.Tensor" or not isinstance(node.result, TensorShape):
+        return ()
+    arguments = dict(node.arguments)
+    extended = earlier.arguments_of(arguments["self"], "aten::constant_pad_nd")
+    before = earlier.shape_at(extended.get("self"))
+    if before is None or arguments["start"] not in (0, None) or arguments["step"] != 1:
+        return ()
+    at_front = extended["pad"][::2]
+    if any(amount != 0 for amount in at_front) or before.sizes != node.result.sizes:
+        return ()
+    dim = arguments["dim"] % len(before.sizes)
+    others = (right for turn, right in enumerate(extended["pad"][1::2]) if len(before.sizes) - 1 - turn != dim)
+    unchanged = replace(node, op="aten::alias", arguments=(("self", extended["self"]),))
+    return (unchanged,) if all(right == 0 for right in others) else ()
+
+
+def _comparison(node: AtenNode, earlier: _Reader) -> tuple[AtenNode, ...]:
+    """``i - j <= k`` over integers becomes ``i <= j + k``: a comparison of indices, as in a decomposed triangle."""
+    if node.op not in _COMPARISONS:
+        return ()
+    arguments = dict(node.arguments)
+    difference, number = earlier.arguments_of(arguments["self"], "aten::sub.Tensor"), arguments["other"]
+    if difference.get("alpha") != 1 or type(number) is not int:
+        return ()
+    sides = earlier.shape_at(difference["self"]), earlier.shape_at(difference["other"])
+    if any(side is None or side.dtype not in (torch.int32, torch.int64) for side in sides):
+        return ()
+    raised = AtenNode(
+        "aten::add.Tensor", (("self", difference["other"]), ("other", number), ("alpha", 1)), sides[1], node.where
+    )
+    compared = (("self", difference["self"]), ("other", earlier.next))
+    return raised, replace(node, op=node.op.replace("Scalar", "Tensor"), arguments=compared)
+
+
+def _bags_of_rows(node: AtenNode, earlier: _Reader) -> tuple[AtenNode, ...]:
+    """Offsets 0, L, 2 * L, ... into ids of [bags, L] make each row a bag: the ids are those rows, without offsets."""
+    if node.op.removeprefix("aten::") not in BAGS:
+        return ()
+    arguments = dict(node.arguments)
+    counted = earlier.arguments_of(arguments["offsets"], "aten::arange.start_step")
+    flat = [arguments[name] for name in ("indices", "per_sample_weights")]
+    rows = [earlier.arguments_of(value, "aten::view").get("self") for value in flat if value is not None]
+    shapes = [earlier.shape_at(value) for value in rows]
+    if not counted or arguments["include_last_offset"] or None in shapes or counted["start"] != 0:
+        return ()
+    step, end = earlier.number(counted["step"]), earlier.number(counted["end"])
+    if any(len(s.sizes) != 2 or s.sizes[1] != step or product(s.sizes) != end for s in shapes if s is not None):
+        return ()
+    given = dict(zip(("indices", "per_sample_weights"), rows, strict=False))
+    return (replace(node, arguments=tuple({**arguments, **given, "offsets": None}.items())),)
+
+
+_COMPARISONS = frozenset(f"aten::{name}.Scalar" for name in ("eq", "ne", "lt", "le", "gt", "ge"))

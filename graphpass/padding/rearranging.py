@@ -1,0 +1,361 @@
+"""Relations of operators that move entries: regroups, permutes, repeats, cuts, joins."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+
+from graphpass.padding.combining import without_dims
+from graphpass.padding.opcall import OpCall, Returned, Unknown
+from graphpass.padding.pointwise import broadcast, over_ranks
+from graphpass.padding.sizes import Regrouping, as_size, product
+from graphpass.padding.values import (
+    Factors,
+    IndexAlong,
+    Pad,
+    PaddedValue,
+    Place,
+    Size,
+    either,
+    is_number,
+    operator_named,
+)
+
+
+def regrouped(call: OpCall, value: PaddedValue, shape: Sequence[Size]) -> PaddedValue:
+    """``value`` viewed with the sizes ``shape``."""
+    if value.constant is not None or any(size == 0 for size in shape):
+        return PaddedValue(call.sizes.one_each(shape), constant=value.constant)
+    walk = Regrouping(call.sizes, value.factors)
+    dims: list[Any] = [walk.take(call.sizes.renamed(size)) for size in shape]
+    if walk.left or None in dims:
+        was_as = str([list(of_dim) for of_dim in value.factors])
+        raise call.refuse(f"a view of factors {was_as} as {list(shape)} cuts through a padded one")
+    result = PaddedValue(tuple(dims))
+    places = dict(zip(call.places(value), call.places(result), strict=True))
+    index = value.index
+    if index is not None:
+        at = places.get(index[:2])
+        whole = at is not None and result.factors[at[0]][at[1]] == value.factors[index.dim][index.factor]
+        index = IndexAlong(*at, index.offset) if at is not None and whole else None
+    pads = {places[was]: pad for was, pad in value.padding if was in places}
+    return replace(result.with_pads(pads), index=index)
+
+
+def view(call: OpCall) -> PaddedValue:
+    """A view with other sizes, or with another dtype of the same width."""
+    value = call.tensor("self", "a", "input")
+    if "dtype" not in call.arguments:
+        return regrouped(call, value, call.shape.sizes)
+    call.unpadded(value, [value.rank - 1] if value.rank else [], "reinterprets the bytes of")
+    return PaddedValue((*value.factors[:-1], *call.fresh().factors[-1:])) if value.rank else call.fresh()
+
+
+def permute(call: OpCall) -> PaddedValue:
+    """``permute``, ``transpose`` and ``movedim``: the dimensions in another order."""
+    value, operator = call.tensor("self", "a"), operator_named(call.op.replace(".", "::", 1))
+    assert operator is not None, "a call is of an operator"
+    numbered = torch.empty(tuple(range(value.rank)), device="meta")  # its size names each dimension
+    order = operator(numbered, *list(call.arguments.values())[1:]).shape
+    return value.moved(tuple(value.factors[dim] for dim in order), {dim: at for at, dim in enumerate(order)})
+
+
+def expand(call: OpCall) -> PaddedValue:
+    """Dimensions of size 1 get any size; the entries along them are equal."""
+    value, wanted = call.tensor("self", "a"), call.fresh().factors
+    if call.name == "broadcast_in_dim":
+        to = dict(enumerate(call.argument("broadcast_dimensions")))
+        spread: list[Factors] = [()] * len(wanted)
+        for dim, target in to.items():
+            spread[target] = value.factors[dim]
+        value = value.moved(tuple(spread), to)
+    offset = len(wanted) - value.rank
+    factors = (value.factors[dim - offset] if dim >= offset else () for dim in range(len(wanted)))
+    return broadcast(call, value, [own or of_dim for own, of_dim in zip(factors, wanted, strict=True)])
+
+
+def diagonal(call: OpCall) -> PaddedValue:
+    """The diagonal of two unpadded dimensions becomes the last one."""
+    value = call.tensor("self")
+    dims = [call.dim(call.argument(name), value.rank) for name in ("dim1", "dim2")]
+    call.no_padded_numbers()
+    call.unpadded(value, dims, "takes a diagonal of")
+    rest = without_dims(value, dims, keepdim=False)
+    return replace(rest, factors=(*rest.factors, call.fresh().factors[-1]), index=None)
+
+
+def repeat(call: OpCall) -> PaddedValue:
+    """``repeat``: each dimension gets the number of repetitions as its outermost factor."""
+    value, repeats = call.tensor("self"), call.argument("repeats", "dims")
+    offset = len(call.shape.sizes) - value.rank
+    factors = ((),) * offset + value.factors
+    repeats = (1,) * (len(factors) - len(repeats)) + tuple(repeats)
+    # guard: proof_repeated_order
+    repeated = (call.sizes.merged([times, *of_dim]) for times, of_dim in zip(repeats, factors, strict=True))
+    result = PaddedValue(tuple(repeated), constant=value.constant)
+    to: dict[Place, Place] = {}
+    for dim in range(value.rank):  # a padded number of repetitions is a place in front of the others
+        before, after = call.places(value, [dim]), call.places(result, [dim + offset])
+        to.update(zip(before, after[len(after) - len(before) :], strict=True))
+    return result.with_pads({to[place]: pad for place, pad in value.padding})
+
+
+def gathered(call: OpCall) -> PaddedValue:
+    """The entries of all ranks, one rank after the other along the first dimension."""
+    value = over_ranks(call)
+    repeats = (call.argument("group_size"), *(1,) * (value.rank - 1))
+    return repeat(replace(call, arguments={"self": value, "repeats": repeats}))
+
+
+def triangle(call: OpCall) -> PaddedValue:
+    """``tril`` and ``triu``: entries above or below a diagonal become zero."""
+    value, diagonal = call.tensor("self"), call.argument("diagonal", default=0)
+    row, col = value.rank - 2, value.rank - 1
+    if not isinstance(diagonal, int):
+        raise call.refuse(f"the padded size {diagonal} is a diagonal", diagonal)
+    for dim in (row, col):
+        if not call.sizes.is_prefix(value.factors[dim]):
+            raise call.refuse(f"a triangle over the factors {list(value.factors[dim])}", value.factors[dim][-1])
+    square = len(value.factors[row]) == 1 and value.factors[row] == value.factors[col]
+    turn = 1 if call.name == "tril" else -1  # triu is tril with rows and columns exchanged
+    pads: dict[Place, Pad | None] = {}
+    for place in call.places(value):
+        pad = value.pad_at(place)
+        # What is in padding along columns only has a column minus row of at least 1, along rows of at most -1.
+        beyond = turn * {row: -1, col: 1}.get(place[0], 0) if square else 0  # guard: proof_triangle_side
+        if beyond == 1 and turn * diagonal <= 0:  # guard: proof_triangle_diagonal
+            pads[place] = 0
+        else:
+            pads[place] = pad if beyond == -1 and turn * diagonal >= -1 else either(pad, 0.0)
+    return PaddedValue(value.factors).with_pads(pads)
+
+
+# --- cuts and joins
+
+
+def cut(call: OpCall, value: PaddedValue, dim: int, start: Any, size: Size, step: Any = 1) -> PaddedValue:
+    """A slice of dimension ``dim`` from ``start`` with ``step``; it has ``size`` entries in the padded run."""
+    of_dim = value.factors[dim]
+    whole = product(of_dim)
+    if start == 0 and step == 1 and size == whole:
+        return value
+    padded = call.sizes.any_padded(of_dim)
+    if call.padded(start) or call.padded(step):
+        raise call.refuse(f"a slice of dimension {dim} starts or steps by a padded size", start)
+    # guard: proof_slice_from_the_end
+    if padded and not (isinstance(start, int) and start >= 0 and isinstance(step, int) and step >= 1):
+        raise call.refuse(f"a slice counts the padded dimension {dim} from its end", of_dim[0])
+    if not call.sizes.starts_clean(of_dim):  # guard: proof_slice_inside
+        raise call.refuse(f"a slice moves entries along the padded dimension {dim} of {list(of_dim)}", product(of_dim))
+    factors: list[Factors] = list(value.factors)
+    factors[dim] = call.sizes.merged([size])
+    pads = {place: pad for place, pad in value.padding if place[0] != dim}
+    index = value.index
+    if index is not None and index.dim == dim:
+        # Entry i of the slice is entry start + i, so it equals its index plus a larger offset.
+        shifts = isinstance(start, int) and step == 1 and len(of_dim) == 1 and len(factors[dim]) == 1
+        index = index._replace(factor=0, offset=index.offset + start) if shifts else None
+    # guard: proof_shortened_padding
+    if value.constant is None and isinstance(start, int) and step == 1 and padded and size == as_size(whole - start):
+        pads[dim, 0] = value.pad_at((dim, 0))
+    return replace(value, factors=tuple(factors), index=index).with_pads(pads)
+
+
+def selected(call: OpCall, value: PaddedValue, dim: int, index: Any) -> PaddedValue:
+    """``value`` at one entry of dimension ``dim``, which is removed."""
+    of_dim = value.factors[dim]
+    if call.padded(index):
+        raise call.refuse(f"the padded size {index} is an index", index)
+    if call.sizes.any_padded(of_dim):
+        if not isinstance(index, int) or index < 0:  # guard: proof_entry_from_the_end
+            raise call.refuse(f"entry {index} of the padded dimension {dim} is counted from its end", of_dim[0])
+        if not call.sizes.starts_clean(of_dim):  # guard: proof_entry_inside
+            raise call.refuse(f"one entry of the padded dimension {dim} of {list(of_dim)}", product(of_dim))
+    return without_dims(value, [dim], keepdim=False)
+
+
+def slice_of(call: OpCall) -> PaddedValue:
+    """``slice`` and ``narrow``."""
+    value = call.tensor("self")
+    dim = call.dim(call.argument("dim", default=0), value.rank)
+    start = call.argument("start")
+    size = call.shape.sizes[dim]
+    return cut(call, value, dim, 0 if start is None else start, size, call.argument("step", default=1))
+
+
+def framed(call: OpCall) -> PaddedValue:
+    """``unfold``: real frames lie within real entries."""
+    value = call.tensor("self")
+    dim = call.dim(call.argument("dimension"), value.rank)
+    of_dim = value.factors[dim]
+    if not call.sizes.starts_clean(of_dim):  # guard: proof_frames_inside
+        raise call.refuse(f"takes frames of the padded dimension {dim} of {list(of_dim)}", product(of_dim))
+    length, frame = call.shape.sizes[dim], call.shape.sizes[-1]
+    factors = (*value.factors[:dim], call.sizes.merged([length]), *value.factors[dim + 1 :], call.sizes.merged([frame]))
+    pads = {place: pad for place, pad in value.padding if place[0] != dim}
+    return PaddedValue(factors).with_pads(pads)
+
+
+def select(call: OpCall) -> PaddedValue:
+    """One entry of a dimension."""
+    value = call.tensor("self")
+    return selected(call, value, call.dim(call.argument("dim"), value.rank), call.argument("index"))
+
+
+def split(call: OpCall) -> Returned:
+    """Each piece is a slice; only pieces that start after a padded piece are refused."""
+    value = call.tensor("self")
+    dim = call.dim(call.argument("dim", default=0), value.rank)
+    if call.name == "unbind":
+        return tuple(selected(call, value, dim, at) for at in range(len(call.shapes)))
+    pieces, start = [], as_size(0)
+    for shape in call.shapes:
+        size = call.sizes.renamed(shape.sizes[dim])
+        try:
+            pieces.append(cut(call, value, dim, start, size))
+        except Unknown as unknown:
+            pieces.append(call.reached(call.fresh(shape), unknown.reason))
+        start = as_size(start + size)
+    return tuple(pieces)
+
+
+def cat(call: OpCall) -> PaddedValue:
+    """``cat`` and ``stack``: no padding before the last part, along the joined dimension."""
+    parts = [part for part in call.argument("tensors") if isinstance(part, PaddedValue)]
+    rank = len(call.shape.sizes)
+    dim = call.dim(call.argument("dim", default=0), rank)
+    if call.name == "stack":
+        parts = [_with_dim(part, dim) for part in parts]
+    else:
+        parts = [part for part in parts if part.factors != ((0,),)] or parts[:1]
+    call.no_padded_numbers("tensors")
+    for part in parts[:-1]:
+        for place in call.places(part, [dim]):
+            raise call.refuse_place(part, place, "puts entries behind")  # guard: proof_joined_behind
+    last = parts[-1]
+    if len(parts) > 1 and not call.sizes.starts_clean(last.factors[dim]):
+        moved = last.factors[dim]
+        raise call.refuse(f"moves entries along the padded dimension {dim} of {list(moved)}", product(moved))
+    factors = list(last.factors)
+    for part in parts[:-1]:
+        factors = call.unify_into(factors, part, dim)
+    factors[dim] = last.factors[dim] if len(parts) == 1 else call.sizes.merged([call.shape.sizes[dim]])
+    return PaddedValue(tuple(factors)).with_pads(_pads_of_joined(call, parts, tuple(factors), dim))
+
+
+def _pads_of_joined(
+    call: OpCall, parts: Sequence[PaddedValue], factors: tuple[Factors, ...], dim: int
+) -> dict[Place, Pad | None]:
+    """The padding of the last part along the joined dimension; along others, padding that is equal in all parts."""
+    pads: dict[Place, Pad | None] = {}
+    for place in call.places(PaddedValue(factors)):
+        if place[0] == dim:
+            pads[place] = parts[-1].pad_at((dim, 0))
+            continue
+        aligned = [broadcast(call, part, (*factors[:dim], part.factors[dim], *factors[dim + 1 :])) for part in parts]
+        pads[place] = functools.reduce(either, (part.pad_at(place) for part in aligned))
+    return pads
+
+
+def _with_dim(value: PaddedValue, dim: int) -> PaddedValue:
+    to = {at: at + (at >= dim) for at in range(value.rank)}
+    return replace(value.moved((*value.factors[:dim], (), *value.factors[dim:]), to), index=None)
+
+
+def constant_pad(call: OpCall) -> PaddedValue:
+    """A fill behind padding must equal the padding; a fill in front moves it on."""
+    value, amounts, fill = call.tensor("self"), call.argument("pad"), call.argument("value", default=0)
+    call.no_padded_numbers("pad")
+    factors: list[Factors] = list(value.factors)
+    pads: dict[Place, Pad | None] = dict(value.padding)
+    for turn in range(len(amounts) // 2):
+        dim, left, right = value.rank - 1 - turn, amounts[2 * turn], amounts[2 * turn + 1]
+        if left == 0 and right == 0:
+            continue
+        of_dim = value.factors[dim]
+        if call.padded(left):
+            raise call.refuse(f"pads dimension {dim} by a padded size in front", left)
+        if call.sizes.any_padded(of_dim):
+            _check_behind(call, value, dim, right, fill)
+            if not isinstance(left, int):
+                raise call.refuse(f"pads the padded dimension {dim} by {left} in front", of_dim[0])
+        factors[dim] = call.sizes.merged([call.shape.sizes[dim]])
+        crops = not isinstance(right, int) or right < 0
+        filled: Pad | None = fill if isinstance(fill, (bool, int, float)) else None
+        pads = {
+            place: pad if place[0] == dim else either(pad, filled)
+            for place, pad in pads.items()
+            if not (crops and place[0] == dim)
+        }
+    return PaddedValue(tuple(factors)).with_pads(pads)
+
+
+def _check_behind(call: OpCall, value: PaddedValue, dim: int, right: Any, fill: object) -> None:
+    """Require that padding equals the fill, because entries added after it have other positions in the real run."""
+    of_dim = value.factors[dim]
+    if not call.sizes.starts_clean(of_dim):
+        raise call.refuse(f"moves entries along the padded dimension {dim} of {list(of_dim)}", product(of_dim))
+    pad = value.pad_at((dim, 0))
+    # guard: proof_filled_behind
+    if not (isinstance(right, int) and right <= 0) and (not is_number(pad) or pad != fill):
+        raise call.refuse(f"puts {fill} behind the padding of dimension {dim}", of_dim[0])
+
+
+def replaced_part(call: OpCall) -> PaddedValue:
+    """``slice_scatter`` and ``select_scatter``, which replace a part of a dimension."""
+    value, source = call.tensor("self"), call.tensor("src")
+    dim = call.dim(call.argument("dim", default=0), value.rank)
+    if call.name == "select_scatter":
+        selected(call, value, dim, call.argument("index"))
+        source = _with_dim(source, dim)
+    else:
+        _check_replaced(call, value, source, dim)
+    factors = call.unify_into(value.factors, source, dim)
+    places = call.places(PaddedValue(tuple(factors)), [at for at in range(value.rank) if at != dim])
+    common = {place: either(value.pad_at(place), source.pad_at(place)) for place in places}
+    return PaddedValue(tuple(factors)).with_pads(common)
+
+
+def replaced_diagonal(call: OpCall) -> PaddedValue:
+    """``diagonal_scatter``: the diagonal of two unpadded dimensions is replaced, along the others entry by entry."""
+    value, source = call.tensor("self"), call.tensor("src")
+    dims = [call.dim(call.argument(name), value.rank) for name in ("dim1", "dim2")]
+    call.no_padded_numbers()
+    call.unpadded(value, dims, "replaces a diagonal of")  # guard: proof_replaced_diagonal
+    call.unpadded(source, [source.rank - 1], "replaces a diagonal by")
+    rest = [dim for dim in range(value.rank) if dim not in dims]
+    factors = list(value.factors)
+    for at, dim in enumerate(rest):
+        factors[dim] = call.unify(factors[dim], source.factors[at])
+    places = call.places(PaddedValue(tuple(factors)))
+    pads = {(dim, at): either(value.pad_at((dim, at)), source.pad_at((rest.index(dim), at))) for dim, at in places}
+    return PaddedValue(tuple(factors)).with_pads(pads)
+
+
+def _check_replaced(call: OpCall, value: PaddedValue, source: PaddedValue, dim: int) -> None:
+    """Refuse a replaced slice that ends at another entry than in the run at the real sizes."""
+    start, end, step = (
+        call.argument(name, default=other) for name, other in (("start", 0), ("end", None), ("step", 1))
+    )
+    start = 0 if start is None else start
+    of_dim, length = value.factors[dim], product(source.factors[dim])
+    for number in (start, step):
+        if call.padded(number):
+            raise call.refuse(f"replaces a slice of dimension {dim} named by a padded size", number)
+    padded, moving = call.sizes.any_padded(of_dim), call.padded(length)
+    if not padded and not moving and not call.padded(end):
+        return
+    if not (isinstance(start, int) and start >= 0 and isinstance(step, int) and step >= 1):
+        raise call.refuse(
+            f"replaces a slice counted from the end of the padded dimension {dim}", (of_dim or (length,))[0]
+        )
+    if not (call.sizes.starts_clean(of_dim) and call.sizes.starts_clean(source.factors[dim])):
+        raise call.refuse(f"moves entries along the padded dimension {dim} of {list(of_dim)}", product(of_dim))
+    to_the_end = step == 1 and padded and sympy.expand(product(of_dim) - start - length) == 0
+    if not to_the_end and (moving or call.padded(end)):  # guard: proof_replaced_slice
+        raise call.refuse(f"writes padding to dimension {dim}, or ends at a padded size", length)

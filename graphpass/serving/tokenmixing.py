@@ -1,0 +1,71 @@
+"""The proof that tokens stay apart in a model that runs uncompiled.
+
+To compile a model for any number of tokens takes most of a start. A trace of its eager operators takes a fraction of
+that, and shows a proof as much as the graph of a compiler.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+
+from graphpass.capture.modelstate import modules_of, restoring_python_state
+from graphpass.compat import symbolic
+from graphpass.compile import traced_regions
+from graphpass.padding import AtenGraph, ignores_numbers
+from graphpass.regions.partitionproof import mixing_of
+from graphpass.regions.split import partition
+from graphpass.serving.buffers import PaddedInputs
+
+_log = logging.getLogger("graphpass")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProvedUncompiled:
+    """A model in whose eager operators tokens stay apart, and the numbers of tokens for which that is known."""
+
+    modules: Sequence[torch.nn.Module]  #: of the model when it was traced
+    symbol: sympy.Symbol  #: the number of tokens, at least 2
+    facts: tuple[sympy.Basic, ...]  #: conditions on it under which the model runs the operators that were traced
+
+    def serves(self, model: torch.nn.Module, num_tokens: int) -> bool:
+        """Whether the proof is about a batch of so many tokens through the model as it is now."""
+        size = {self.symbol: sympy.Integer(num_tokens)}
+        return (
+            num_tokens > 1
+            and all(fact.xreplace(size) == sympy.true for fact in self.facts)  # guard: uncompiled_facts
+            and list(map(id, modules_of(model))) == list(map(id, self.modules))  # guard: uncompiled_modules
+        )
+
+
+def proved_uncompiled(model: Any, inputs: PaddedInputs, declared: Collection[Any]) -> ProvedUncompiled | None:
+    """Prove by a trace that only ops in ``declared`` combine tokens; None if that fails, or others may.
+
+    None also for a model that writes to an input or to its state: what is copied back is learned from compiled graphs.
+
+    Args:
+        model: the model, called with the tensors of ``inputs`` in a forward context that the caller has entered.
+        inputs: example inputs.
+        declared: names of ops.
+    """
+    if not isinstance(model, torch.nn.Module):
+        return None
+    modules = modules_of(model)
+    dims = {name: [dim for dim, of in dims.items() if of == "num_tokens"] for name, dims in inputs.dims.items()}
+    try:
+        with restoring_python_state(modules):  # guard: uncompiled_state
+            graph, symbol, fake_mode = symbolic.aten_graph_of(model, inputs.arguments, dims)
+        parts = partition(graph, declared)
+        traces = traced_regions(parts.regions, AtenGraph.of, ignores_numbers)
+        findings = mixing_of(parts, traces, {symbol: "num_tokens"}, declared)
+    except Exception as error:
+        _log.debug("the model is compiled for all sizes: %s", error)
+        return None
+    if findings or parts.mutated_inputs:  # guard: uncompiled_proof, uncompiled_writes
+        return None
+    return ProvedUncompiled(modules, symbol, symbolic.facts_of(fake_mode.shape_env))

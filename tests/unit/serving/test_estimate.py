@@ -1,0 +1,350 @@
+"""What an estimate says of a ladder: which keys it asks, and how far it is from what a capture takes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import reduce
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphpass import BatchDescriptor, CUDAGraphMode, GraphRuntime
+from graphpass.serving import MemoryEstimate, MemoryGrowth
+from graphpass.serving.estimate import Key, Measured, MemoryReading, Sample, estimate_of, estimated, keys_to_sample
+from graphpass.serving.stats import keys_by_group
+
+PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+MIB = 1 << 20
+
+
+def mixed(*sizes: int, mode: CUDAGraphMode = PIECEWISE) -> list[Key]:
+    return [(mode, BatchDescriptor(size)) for size in sorted(sizes, reverse=True)]
+
+
+def decode(*sizes: int, **extra: int) -> list[Key]:
+    more = tuple(extra.items())
+    return [(FULL, BatchDescriptor(n, n, uniform=True, extra=more)) for n in sorted(sizes, reverse=True)]
+
+
+def sizes_of(chosen: dict[str, list[Key]]) -> dict[str, list[int]]:
+    return {name: [key.num_tokens for _, key in keys] for name, keys in chosen.items()}
+
+
+@pytest.mark.parametrize(
+    ("keys", "sizes"),
+    [
+        ([], {}),
+        (mixed(4), {"mixed PIECEWISE": [4]}),
+        (mixed(*range(1, 12)), {"mixed PIECEWISE": [11]}),
+        (mixed(*range(1, 13)), {"mixed PIECEWISE": [12, 1]}),
+        (mixed(*range(1, 19)), {"mixed PIECEWISE": [18, 9, 1]}),
+        (mixed(*range(1, 501)), {"mixed PIECEWISE": [500, 250, 1]}),
+        (mixed(8, 4, 2) + decode(4, 2), {"mixed PIECEWISE": [8], "decode FULL": [4]}),
+        # Three of one mode, not of one group.
+        (mixed(*range(1, 41), mode=FULL) + decode(*range(1, 41)), {"mixed FULL": [40], "decode FULL": [40]}),
+        # The longest sequence counts as the tokens do.
+        (decode(4, longest=64) + decode(2, longest=256), {"decode FULL": [2]}),
+    ],
+)
+def test_at_most_three_keys_a_mode_and_one_in_six(keys: list[Key], sizes: dict[str, list[int]]) -> None:
+    assert sizes_of(keys_to_sample(keys_by_group(keys))) == sizes
+
+
+@given(st.sets(st.integers(1, 4096), max_size=80), st.sets(st.integers(1, 512), max_size=80))
+def test_the_largest_of_every_group_is_sampled_and_few_others(tokens: set[int], requests: set[int]) -> None:
+    keys = mixed(*tokens) + decode(*requests)
+    chosen = keys_to_sample(keys_by_group(keys))
+    assert [keys[0] for keys in chosen.values()] == [group[0] for group in (mixed(*tokens), decode(*requests)) if group]
+    for group in chosen.values():
+        mode = group[0][0]
+        of_mode = [key for key in keys if key[0] is mode]
+        assert len(set(group)) == len(group) <= min(3, max(1, len(of_mode) // 6))
+
+
+class FakeDevice:
+    """A device whose captures cost what a table says, with an allocator that rounds and keeps what it has.
+
+    ``costs`` are (bytes needed while a token is computed, bytes kept a graph, bytes kept a token). Its driver takes
+    memory for executables in chunks, keeps what they leave, and has some from the start. Meter, runtime, lease, capture
+    and copies in one.
+    """
+
+    def __init__(
+        self,
+        costs: dict[str, tuple[int, int, int]],
+        *,
+        block: int = 1,
+        executable: int = 0,
+        loaded_once: int = 0,
+        cached: int = 0,
+        state: int = 0,
+        opening: int = 0,
+        workspace: int = 0,
+        chunk: int = 1,
+        left: int = 0,
+        copies: int | None = None,
+    ) -> None:
+        self.costs, self.block, self.executable, self.loaded_once = costs, block, executable, loaded_once
+        self.cached_a_token, self.state = cached, state
+        self.pool = self.kept = self.held = self.cached = self.loaded = self.workspace = 0
+        self.executables, self.chunk, self.driver = 0, chunk, left
+        self.copies_left, self.num_copied = copies, 0
+        self.captured: list[Key] = []
+        self.opening, self.workspace_to_come, self.opened = opening, workspace, False
+
+    def open_pool(self) -> None:
+        if not self.opened:
+            self.opened, self.pool, self.kept = True, self.opening, self.opening
+            self.workspace = self.workspace_to_come
+
+    def reading(self) -> MemoryReading:
+        reserved = self.pool + self.held + self.cached + self.workspace
+        return MemoryReading(5 * MIB + reserved + self.driver_bytes(), reserved, self.pool)
+
+    def driver_bytes(self) -> int:
+        return self.driver + self.loaded
+
+    def kept_bytes(self) -> int:
+        return self.kept
+
+    def settle(self) -> None:
+        self.cached = 0
+
+    @property
+    def lease(self) -> FakeDevice:
+        return self
+
+    def recordings(self) -> Sequence[Key]:
+        return self.captured[-1:]
+
+    @contextlib.contextmanager
+    def copies(self) -> Iterator[FakeDevice]:
+        self.num_copied = 0
+        yield self
+        self.executables -= self.num_copied
+
+    def add(self, recordings: Sequence[Any]) -> bool:
+        assert len(recordings) == 1
+        if self.num_copied == self.copies_left:
+            return False
+        self.num_copied += 1
+        self.instantiate()
+        return True
+
+    def instantiate(self) -> None:
+        """One more executable; the driver gives nothing of its memory back."""
+        self.executables += 1
+        missing = self.executables * self.executable - self.driver
+        self.driver += -(-max(missing, 0) // self.chunk) * self.chunk
+
+    @contextlib.contextmanager
+    def throwaway(self) -> Iterator[None]:
+        held = (self.pool, self.kept, self.executables, self.opened, self.workspace)
+        copied = self.num_copied
+        self.pool, self.kept, self.opened = 0, 0, False
+        try:
+            yield
+        finally:
+            self.pool, self.kept, self.executables, self.opened, self.workspace = held
+            self.executables += self.num_copied - copied
+            self.cached = 0
+
+    @contextlib.contextmanager
+    def surroundings(self) -> Iterator[None]:
+        """Holds a copy of the state; the allocator keeps its memory afterwards."""
+        self.held = self.state
+        yield
+        self.cached, self.held = self.cached + self.held, 0
+
+    def capture(self, key: Key) -> MemoryGrowth:
+        name = "decode" if key[1].uniform else "mixed"
+        needed, kept, kept_a_token = self.costs[name]
+        before, tokens = self.reading(), key[1].num_tokens
+        self.open_pool()
+        self.captured.append(key)
+        self.cached = max(self.cached, self.cached_a_token * tokens)
+        missing = self.kept + kept + (kept_a_token + needed) * tokens - self.pool
+        self.pool += -(-max(missing, 0) // self.block) * self.block
+        self.kept += kept + kept_a_token * tokens
+        self.loaded = self.loaded_once
+        self.instantiate()
+        return self.reading() - before
+
+    def estimate(self, keys: Sequence[Key]) -> MemoryEstimate:
+        runtime = cast(GraphRuntime, self)
+        groups = keys_by_group(keys)
+        return estimated(groups, runtime, cast(Any, self), self.capture, self.surroundings, buffer_bytes=7)
+
+    def capture_all(self, keys: Sequence[Key]) -> tuple[MemoryGrowth, int]:
+        """What stays taken, and what was taken at most."""
+        before, most = self.reading(), 0
+        with self.surroundings():
+            for key in keys:
+                self.capture(key)
+                most = max(most, (self.reading() - before).total_bytes)
+        self.settle()
+        return self.reading() - before, most
+
+
+LADDERS = st.sets(st.integers(1, 2048), min_size=12, max_size=60)
+BYTES = st.integers(0, 1 << 16)
+COSTS = st.tuples(BYTES, BYTES, BYTES)
+
+
+@given(
+    LADDERS,
+    LADDERS,
+    COSTS,
+    COSTS,
+    st.fixed_dictionaries(dict.fromkeys(("executable", "loaded_once"), BYTES)),
+    st.fixed_dictionaries(dict.fromkeys(("state", "opening", "workspace", "left"), BYTES)),
+)
+def test_costs_that_go_by_the_size_are_met_exactly(
+    tokens: set[int],
+    requests: set[int],
+    of_mixed: tuple[int, int, int],
+    of_decode: tuple[int, int, int],
+    of_driver: dict[str, int],
+    others: dict[str, int],
+) -> None:
+    device = FakeDevice({"mixed": of_mixed, "decode": of_decode}, cached=9, **of_driver, **others)
+    keys = mixed(*tokens) + decode(*requests)
+    estimate = device.estimate(keys)
+    # The largest key of each group once more, behind each other.
+    assert len(device.captured) == sum(len(group.sampled) for group in estimate.groups) + len(estimate.groups)
+    assert (device.pool, device.kept, device.executables) == (0, 0, 0), "the throwaway pools are gone"
+    growth, peak = device.capture_all(keys)
+    # A byte for each key: what is kept between two samples is rounded.
+    assert abs(estimate.pool_bytes - growth.pool_bytes) <= len(keys)
+    # Executables of a group's samples are made twice: the last group's are there for nothing.
+    too_many = len(estimate.groups[-1].sampled) * of_driver["executable"]
+    assert growth.total_bytes - len(keys) <= estimate.total_bytes <= growth.total_bytes + len(keys) + too_many
+    assert peak - len(keys) <= estimate.peak_bytes <= peak + len(keys) + too_many
+    assert estimate.buffer_bytes == 7
+
+
+@given(
+    LADDERS,
+    st.tuples(st.integers(0, MIB), st.integers(0, MIB), st.integers(0, 1 << 12)),
+    st.sampled_from([2 * MIB, 20 * MIB]),
+    st.integers(0, 4 * MIB),
+    st.fixed_dictionaries(
+        {
+            "loaded_once": st.integers(0, 40 * MIB),
+            "opening": st.sampled_from([0, 34 * MIB]),
+            "workspace": st.sampled_from([0, 32 * MIB]),
+            "left": st.sampled_from([0, 7 * MIB, 300 * MIB]),
+            "chunk": st.sampled_from([1, 2 * MIB, 8 * MIB]),
+            "copies": st.sampled_from([None, 40]),
+        }
+    ),
+)
+def test_an_allocator_that_rounds_is_met_within_a_tenth_or_32_mib(
+    tokens: set[int], costs: tuple[int, int, int], block: int, executable: int, others: dict[str, int]
+) -> None:
+    device = FakeDevice({"mixed": costs}, block=block, executable=executable, cached=100, **others)
+    keys = mixed(*tokens)
+    estimate, (growth, _) = device.estimate(keys), device.capture_all(keys)
+    assert abs(estimate.total_bytes - growth.total_bytes) <= max(growth.total_bytes / 10, 32 * MIB)
+
+
+def test_what_the_driver_had_left_is_seen_to_be_used_up() -> None:
+    """Three samples show nothing; the ladder will take what 30 executables take, less what was there.
+
+    The samples' own executables are there besides.
+    """
+    device = FakeDevice({"mixed": (0, 0, 0)}, executable=MIB, left=12 * MIB, chunk=2 * MIB)
+    keys = mixed(*range(1, 31))
+    estimate = device.estimate(keys)
+    assert (30 - 12) * MIB <= estimate.groups[0].growth.driver_bytes <= (33 + 1 - 12) * MIB
+    assert estimate.spent_bytes == estimate.groups[0].growth.driver_bytes
+    assert estimate.total_bytes == device.capture_all(keys)[0].total_bytes == 0
+
+
+def test_executables_are_made_until_their_size_is_known() -> None:
+    device = FakeDevice({"mixed": (0, 0, 0)}, executable=8 * MIB)
+    keys = mixed(*range(1, 201))
+    estimate = device.estimate(keys)
+    assert device.num_copied < 10
+    assert estimate.groups[0].growth.driver_bytes == (200 + 3) * 8 * MIB
+
+
+def bytes_after(estimate: MemoryEstimate, keys: Sequence[Key]) -> int:
+    """Bytes of a pool with all keys, captured in this order."""
+    return reduce(lambda pool, at: estimate.pool.after(pool, keys[:at], keys[at]), range(len(keys)), 0)
+
+
+@given(LADDERS, st.lists(st.tuples(BYTES, BYTES), min_size=3, max_size=3))
+def test_the_pool_never_shrinks_and_holds_at_least_what_the_samples_took(
+    tokens: set[int], measured: list[tuple[int, int]]
+) -> None:
+    keys = mixed(*tokens)
+    chosen = keys_to_sample(keys_by_group(keys))["mixed PIECEWISE"]
+    samples = [
+        Sample(key, MemoryGrowth(pool), min(kept, pool)) for key, (pool, kept) in zip(chosen, measured, strict=False)
+    ]
+    estimate = estimate_of(keys_by_group(keys), Measured({"mixed PIECEWISE": samples}))
+    after = [bytes_after(estimate, keys[:count]) for count in range(len(keys) + 1)]
+    assert after == sorted(after)
+    assert after[-1] == estimate.pool_bytes >= sum(sample.growth.pool_bytes for sample in samples)
+
+
+def test_what_a_block_of_its_own_size_takes_is_counted_once() -> None:
+    """The smallest key needs a segment for small blocks, though there is room among the large ones."""
+    keys = mixed(*range(1, 19))
+    samples = [
+        Sample(key, MemoryGrowth(taken), 0) for key, taken in zip(mixed(18, 9, 1), (100 * MIB, 0, 2 * MIB), strict=True)
+    ]
+    assert estimate_of(keys_by_group(keys), Measured({"mixed PIECEWISE": samples})).pool_bytes == 102 * MIB
+
+
+def test_a_group_that_finds_room_adds_nothing_to_the_pool() -> None:
+    """Its largest key, behind that of the first group, says what there was room for."""
+    keys = mixed(8, 4) + decode(4, 2)
+    groups = {
+        "mixed PIECEWISE": [Sample(keys[0], MemoryGrowth(80, 50, 7), 0)],
+        "decode FULL": [Sample(keys[2], MemoryGrowth(60, 60, 3), 0)],
+    }
+    behind = [Sample(keys[0], MemoryGrowth(80, 50, 0), 0), Sample(keys[2], MemoryGrowth(0, 10, 0), 0)]
+    driver_bytes = {"mixed PIECEWISE": 10, "decode FULL": 6}
+    estimate = replace(estimate_of(keys_by_group(keys), Measured(groups, driver_bytes, behind)), spent_bytes=4)
+    assert [(group.name, group.num_keys, group.growth) for group in estimate.groups] == [
+        ("mixed PIECEWISE", 2, MemoryGrowth(80, 50, 10)),
+        ("decode FULL", 2, MemoryGrowth(0, 10, 6)),
+    ]
+    assert estimate.total_bytes == 80 + 16 - 4
+    assert estimate.peak_bytes == estimate.total_bytes + 50 + 10
+
+
+def test_a_group_that_finds_no_room_in_one_piece_adds_what_it_took() -> None:
+    keys = mixed(8, 4) + decode(4, 2)
+    groups = {
+        "mixed PIECEWISE": [Sample(keys[0], MemoryGrowth(80), 0)],
+        "decode FULL": [Sample(keys[2], MemoryGrowth(60), 0)],
+    }
+    behind = [Sample(keys[0], MemoryGrowth(80), 0), Sample(keys[2], MemoryGrowth(60), 0)]
+    estimate = estimate_of(
+        keys_by_group(keys), Measured(groups, largest_in_one_pool=behind, pool_setup=MemoryGrowth(30, 5, 0))
+    )
+    assert [group.growth.pool_bytes for group in estimate.groups] == [30 + 80, 60]
+    assert estimate.total_bytes == 30 + 80 + 60 + 5
+    assert bytes_after(estimate, keys[2:]) == 30 + 60 + 60, "never less than what it took behind the others"
+
+
+def test_it_prints_a_line_for_each_group() -> None:
+    device = FakeDevice({"mixed": (100, 0, 0), "decode": (300, 0, 0)}, executable=11)
+    estimate = device.estimate(mixed(8, 4) + decode(4, 2))
+    assert [row[:2] for row in estimate.tables()[0].rows] == [("mixed PIECEWISE", "2"), ("decode FULL", "2")]
+    assert str(estimate).count("mixed PIECEWISE") == str(estimate).count("decode FULL") == 1
+    (together,) = estimate.tables()[1].rows
+    assert together == ("0", "7", str(-5 * 11), "1200", "1200")
+
+
+def test_a_ladder_without_keys_takes_nothing() -> None:
+    device = FakeDevice({})
+    estimate = device.estimate([])
+    assert (estimate.groups, estimate.total_bytes, device.captured) == ((), 0, [])

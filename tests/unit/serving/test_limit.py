@@ -1,0 +1,187 @@
+"""A capture within a limit of memory, and its progress."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import graphpass
+from graphpass import BatchDescriptor, CUDAGraphMode
+from graphpass.progress import capture_progress
+from graphpass.serving.estimate import Key, KeyPool, PoolModel, capture_within
+
+NOTHING_KNOWN = PoolModel({}, {}, {})
+
+
+def keys(*sizes: int) -> list[Key]:
+    return [(CUDAGraphMode.FULL, BatchDescriptor(size)) for size in sizes]
+
+
+class Pool:
+    """Grows with each capture by the next number of a list (or by its key's), whatever was captured before."""
+
+    def __init__(self, growths: Sequence[int] | dict[Key, int], held: Sequence[Key] = (), num_bytes: int = 0) -> None:
+        self.growths, self.total, self.contents = growths, num_bytes, list(held)
+        self.captures = self.drops = self.stays = 0
+
+    def num_bytes(self) -> int:
+        return self.total
+
+    def capture(self, key: Key) -> None:
+        assert key not in self.contents, "no key is captured twice"
+        grows = self.growths
+        self.total += grows[key] if isinstance(grows, dict) else grows[self.captures % len(grows)]
+        self.captures += 1
+        self.contents.append(key)
+
+    def drop(self) -> None:
+        self.drops += 1
+        self.total, self.contents = self.stays, []
+
+    def fill(self, max_bytes: int, missing: Sequence[Key], model: PoolModel = NOTHING_KNOWN) -> tuple[Key, ...]:
+        pool = KeyPool(self.num_bytes, self.capture, self.drop)
+        return capture_within(max_bytes, pool, list(self.contents), missing, model)
+
+
+@given(
+    st.lists(st.integers(0, 50), min_size=1, max_size=40),
+    st.integers(0, 20),
+    st.integers(0, 8),
+    st.integers(0, 200),
+    st.dictionaries(st.integers(1, 28), st.integers(0, 60)),
+)
+def test_the_pool_ends_below_the_limit_whatever_it_does(
+    growths: list[int], num_missing: int, num_held: int, max_bytes: int, believed: dict[int, int]
+) -> None:
+    every = keys(*range(num_held + num_missing, 0, -1))
+    model = PoolModel({key: believed.get(key[1].num_tokens, 0) for key in every}, {}, {})
+    pool = Pool(growths, held=every[:num_held], num_bytes=min(num_held, max_bytes))
+    left_out = pool.fill(max_bytes, every[num_held:], model)
+    assert pool.num_bytes() <= max_bytes
+    assert sorted(map(str, [*left_out, *pool.contents])) == sorted(map(str, every)), "each key is one or the other"
+    assert pool.captures <= 5 * len(every)
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=20), st.integers(0, 300))
+def test_what_always_takes_the_same_is_captured_at_most_twice(growths: list[int], max_bytes: int) -> None:
+    """Nothing is known before, so the first key that does not fit costs one repetition."""
+    every = keys(*range(len(growths), 0, -1))
+    pool = Pool(dict(zip(every, growths, strict=True)))
+    pool.fill(max_bytes, every)
+    assert pool.num_bytes() <= max_bytes
+    assert pool.captures <= 3 * len(every)
+
+
+@pytest.mark.parametrize(
+    ("growths", "max_bytes", "left_out", "captures"),
+    [
+        ((10, 1, 1), 12, (), 3),
+        ((10, 1, 1), 11, (2,), 5),  # what was captured before the third is captured anew
+        ((10, 1, 1), 9, (8,), 3),  # the first alone does not fit: the others do
+        ((10, 9, 8), 7, (8, 4, 2), 3),
+        ((5, 5, 1), 6, (4,), 4),  # the one behind it still fits
+    ],
+)
+def test_a_key_that_does_not_fit_is_left_out_and_those_behind_it_are_tried(
+    growths: tuple[int, ...], max_bytes: int, left_out: tuple[int, ...], captures: int
+) -> None:
+    every = keys(8, 4, 2)
+    pool = Pool(dict(zip(every, growths, strict=True)))
+    found = pool.fill(max_bytes, every)
+    assert tuple(key.num_tokens for _, key in found) == left_out
+    assert pool.captures == captures
+
+
+def test_a_good_model_spares_every_repetition() -> None:
+    every = keys(8, 4, 2, 1)
+    takes = dict(zip(every, (40, 30, 30, 10), strict=True))
+    pool = Pool(takes)
+    left_out = pool.fill(85, every, PoolModel(takes, takes, {}))
+    assert (left_out, pool.captures, pool.drops) == (tuple(every[2:3]), 3, 0)
+    assert pool.num_bytes() == 80
+
+
+def test_a_pool_above_the_limit_stays_as_it_is() -> None:
+    every = keys(8, 4, 2)
+    pool = Pool([1], held=every[:1], num_bytes=50)
+    assert pool.fill(20, every[1:]) == tuple(every[1:])
+    assert (pool.captures, pool.drops, pool.contents) == (0, 0, every[:1])
+
+
+def test_a_pool_that_others_keep_is_not_filled_any_further() -> None:
+    pool = Pool([10])
+    pool.stays = 30
+    assert len(pool.fill(15, keys(8, 4, 2))) == 3
+    assert pool.captures == 2
+
+
+# Progress bars: shown on terminals, unless somebody turns them off.
+
+
+ROOT = Path(__file__).parents[3]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stderr", "progress", "is_shown"),
+    [
+        (Terminal, None, True),
+        (Terminal, False, False),
+        (Terminal, True, True),
+        (io.StringIO, None, False),
+        (io.StringIO, False, False),
+        (io.StringIO, True, True),
+    ],
+)
+def test_a_bar_is_shown_on_a_terminal_or_where_it_is_asked_for(
+    stderr: type[io.StringIO], progress: bool | None, is_shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = stderr()
+    monkeypatch.setattr(sys, "stderr", screen)
+    assert list(capture_progress([1, 2, 3], progress)) == [1, 2, 3]
+    assert bool(screen.getvalue()) == is_shown
+
+
+def test_a_process_without_stderr_has_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    assert list(capture_progress([1, 2])) == [1, 2]
+
+
+@pytest.mark.parametrize(("disable", "is_shown"), [("", True), ("1", False)])
+def test_tqdm_disable_turns_bars_off(disable: str, is_shown: bool) -> None:
+    """tqdm reads its environment when it is imported."""
+    program = (
+        "import sys; from graphpass.progress import capture_progress; sys.stderr.isatty = lambda: True; "
+        "list(capture_progress([1, 2, 3]))"
+    )
+    path = os.pathsep.join([str(ROOT), str(ROOT / "backends")])
+    environment = {**os.environ, "PYTHONPATH": path, **({"TQDM_DISABLE": disable} if disable else {})}
+    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert ("capturing" in ran.stderr) == is_shown
+
+
+@pytest.mark.parametrize(("progress", "is_shown"), [(None, False), (True, True)])
+def test_the_option_of_a_graphed_model(progress: bool | None, is_shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    fast = graphpass.graphed(torch.nn.Linear(3, 3), [2], {"input": 0}, compiler="eager", progress=progress)
+    monkeypatch.setattr(sys, "stderr", screen)
+    fast.capture(torch.ones(2, 3))
+    assert ("capturing" in screen.getvalue()) == is_shown
+
+
+def test_another_value_is_refused() -> None:
+    with pytest.raises(graphpass.errors.OptionError, match="progress"):
+        graphpass.graphed(torch.nn.Linear(3, 3), progress="never")

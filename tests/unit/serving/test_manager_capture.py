@@ -1,0 +1,296 @@
+"""What a manager captures: in which order, over what, how much, and how it starts anew."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from graphpass import BatchDescriptor, CUDAGraphMode, DispatchReason
+from graphpass.errors import CaptureError
+from graphpass.regions import register_padding_rule
+from tests.unit.serving.managed import (
+    EVENTS,
+    FULL,
+    LARGEST,
+    PIECEWISE,
+    SIZES,
+    WIDTH,
+    Attends,
+    GrowingRuntime,
+    Rows,
+    SlotBuilder,
+    assert_right,
+    captured,
+    captured_keys,
+    hits,
+    made,
+    notes,
+    replays,
+    rows,
+    run,
+)
+
+
+@pytest.mark.parametrize(
+    ("mode", "order"),
+    [
+        ("FULL", [(FULL, 8, False), (FULL, 4, False), (FULL, 2, False)]),
+        ("PIECEWISE", [(PIECEWISE, 8, False), (PIECEWISE, 4, False), (PIECEWISE, 2, False)]),
+        ("FULL_DECODE_ONLY", [(FULL, 8, True), (FULL, 4, True), (FULL, 2, True)]),
+        (
+            "FULL_AND_PIECEWISE",
+            [
+                *((PIECEWISE, 8, False), (PIECEWISE, 4, False), (PIECEWISE, 2, False)),
+                *((FULL, 8, True), (FULL, 4, True), (FULL, 2, True)),
+            ],
+        ),
+    ],
+)
+def test_mixed_batches_are_captured_first_then_uniform_decode_each_largest_first(
+    mode: str, order: list[tuple[CUDAGraphMode, int, bool]]
+) -> None:
+    manager = made(Rows().eval(), mode)
+    assert manager.needs_capture()
+    manager.capture()
+    assert captured_keys(manager) == order
+    assert not manager.needs_capture()
+    counts = manager.runtime.counts()
+    assert [(level, key.num_tokens, key.uniform) for _, level, key in counts] == order
+    assert {(c.captured, c.replayed) for c in counts.values()} == {(1, 1)}
+
+
+def test_full_keys_for_mixed_batches_come_before_all_full_keys_for_decode() -> None:
+    manager = made(Rows().eval(), "FULL", (2, 4))
+    manager.dispatcher.add_key("FULL", BatchDescriptor(8, num_reqs=8, uniform=True))
+    manager.dispatcher.add_key("FULL", BatchDescriptor(3, num_reqs=3, uniform=True))
+    manager.capture()
+    assert captured_keys(manager) == [(FULL, 4, False), (FULL, 2, False), (FULL, 8, True), (FULL, 3, True)]
+
+
+@pytest.mark.parametrize(("mode", "query_len"), [("FULL", None), ("FULL_DECODE_ONLY", 1), ("FULL_DECODE_ONLY", 2)])
+def test_inputs_and_metadata_are_prepared_before_the_warm_up_and_before_the_recording(
+    mode: str, query_len: int | None
+) -> None:
+    builder = SlotBuilder()
+    manager = made(Attends().eval(), mode, attention=builder, query_len=query_len or 1)
+    EVENTS.clear()
+    manager.capture()
+    keys = [key.captured.descriptor for key in manager.stats().keys]
+    assert [key.num_tokens for key in keys] == [8, 4, 2]
+    _learning, *examples = builder.examples
+    assert examples == [(key, query_len) for key in keys for _ in range(2)]
+    assert builder.built_for == [None, *(key for key in keys for _ in range(2))]
+    # Learning; then for each key, before and after the warm-up.
+    assert ["example", "build", "op", *["example", "build", "op"] * 2 * len(keys)] == EVENTS
+    assert not builder.sums[: builder.num_slots].any(), "only scratch was written"
+
+
+def test_piecewise_keys_are_captured_without_metadata_of_a_key() -> None:
+    builder = SlotBuilder()
+    manager = captured(Attends().eval(), "PIECEWISE", attention=builder)
+    assert set(builder.built_for) == {None}
+    assert {key.num_tokens for key, _ in builder.examples} == set(SIZES)
+    assert {query_len for _, query_len in builder.examples} == {None}
+    assert not builder.sums[: builder.num_slots].any()
+    assert {region for region, _, _ in manager.runtime.counts()} == {"g0.r0", "g0.r2"}
+
+
+def test_stats_have_seconds_and_bytes_of_each_key() -> None:
+    manager = captured(Rows().eval(), runtime=GrowingRuntime())
+    assert [key.captured.pool_bytes for key in manager.stats().keys] == [100, 100, 100]
+    assert all(key.captured.seconds > 0 for key in manager.stats().keys)
+    assert manager.stats().pool_bytes == 300
+
+
+@pytest.mark.parametrize(("max_bytes", "num_captured"), [(0, 0), (99, 0), (100, 1), (250, 2), (300, 3)])
+def test_capture_keeps_to_max_bytes_and_says_what_was_left_out(max_bytes: int, num_captured: int) -> None:
+    manager = made(Rows().eval(), runtime=GrowingRuntime())
+    manager.capture(max_bytes=max_bytes)
+    assert len(manager.stats().keys) == num_captured
+    assert manager.stats().pool_bytes <= max_bytes
+    left_out = [key.num_tokens for _, key in manager.stats().left_out]
+    assert left_out == [8, 4, 2][num_captured:]
+    assert manager.needs_capture() == bool(left_out)
+    assert len(manager.stats()["Left out"].rows) == len(left_out)
+    if left_out:
+        more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
+        assert f"FULL {left_out[0]} tokens num_reqs={left_out[0]}{more}: keys left out" in notes(manager)
+    assert_right(manager, range(1, LARGEST + 1))
+    before = captured_keys(manager)
+    if left_out:
+        manager.capture()
+        assert captured_keys(manager)[: len(before)] == before, "what was captured is not captured again"
+        assert manager.stats().left_out == ()
+        assert not manager.needs_capture()
+    assert_right(manager, range(1, LARGEST + 1))
+
+
+def test_where_nothing_fits_no_batch_has_a_graph_and_a_closed_manager_runs_none() -> None:
+    manager = made(Rows().eval(), runtime=GrowingRuntime())
+    manager.capture(max_bytes=99)
+    assert_right(manager, range(1, LARGEST + 1))
+    assert manager.stats().replays == 0
+    manager.close()
+    with pytest.raises(CaptureError, match="nothing has been captured"):
+        run(manager, rows(3))
+
+
+def test_batches_of_keys_left_out_run_without_a_graph() -> None:
+    manager = made(Rows().eval(), runtime=GrowingRuntime())
+    manager.capture(max_bytes=250)
+    assert_right(manager, [1, 2, 3, 8])
+    assert manager.stats().fallbacks == {DispatchReason.NOT_CAPTURED: 2}
+    assert hits(manager) == {(FULL, 4): 1, (FULL, 8): 1}
+
+
+@pytest.mark.parametrize(("rank", "shown"), [(None, True), (0, True), (1, False)])
+def test_a_progress_bar_on_the_first_rank(
+    rank: int | None, shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if rank is not None:
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    manager = made(Rows().eval(), "PIECEWISE", (4,), progress=True)
+    capsys.readouterr()
+    manager.capture()
+    assert ("capturing" in capsys.readouterr().err) == shown
+
+
+def test_capturing_twice_is_refused_and_changes_nothing() -> None:
+    manager = captured(Rows().eval())
+    with pytest.raises(CaptureError, match="nothing to capture") as raised:
+        manager.capture()
+    assert "3 keys" in raised.value.found
+    assert "recapture" in raised.value.remedy
+    assert manager.runtime.stats().captured == 3
+    assert_right(manager)
+
+
+def test_a_dispatcher_without_keys_needs_no_capture() -> None:
+    manager = made(Rows().eval(), "NONE")
+    assert not manager.needs_capture()
+    with pytest.raises(CaptureError, match="nothing to capture") as raised:
+        manager.capture()
+    assert raised.value.found == "a dispatcher without keys"
+    assert "mode and sizes" in raised.value.remedy
+    assert_right(manager)
+    assert manager.stats().fallbacks == {DispatchReason.DISABLED: 3}
+
+
+def test_running_before_the_capture_is_refused_by_name() -> None:
+    manager = made(Rows().eval())
+    with pytest.raises(CaptureError, match="nothing has been captured yet") as raised:
+        run(manager, rows(3))
+    assert "3 keys" in raised.value.found
+    manager.capture()
+    assert_right(manager)
+    assert hits(manager) == {(FULL, 4): 1, (FULL, 8): 1, (FULL, 2): 1}
+
+
+def test_a_batch_above_all_keys_needs_no_capture() -> None:
+    manager = made(Rows().eval())
+    x = rows(9)
+    torch.testing.assert_close(run(manager, x), manager.model(x).detach())
+    assert manager.needs_capture()
+
+
+def test_recapture_captures_all_keys_again() -> None:
+    model = Rows().eval()
+    manager = captured(model)
+    assert_right(manager)
+    with torch.no_grad():
+        model.inner.weight = nn.Parameter(torch.ones(5, WIDTH))
+    model.act = nn.ReLU()
+    manager.recapture()
+    assert captured_keys(manager) == [(FULL, 8, False), (FULL, 4, False), (FULL, 2, False)]
+    before = manager.runtime.stats().captured
+    assert_right(manager)
+    assert manager.runtime.stats().captured == before
+
+
+def test_recapture_before_any_capture_is_a_capture() -> None:
+    manager = made(Rows().eval())
+    manager.recapture()
+    assert_right(manager)
+
+
+def test_after_close_there_is_nothing_and_it_can_be_captured_again() -> None:
+    manager = captured(Rows().eval())
+    assert_right(manager)
+    manager.close()
+    assert manager.needs_capture()
+    assert manager.stats().keys == ()
+    assert not any(
+        manager.dispatcher.is_captured(mode, key) for mode, keys in manager.dispatcher.capture_plan() for key in keys
+    )
+    with pytest.raises(CaptureError, match="nothing has been captured"):
+        run(manager, rows(3))
+    manager.close()
+    manager.capture()
+    before = replays(manager)
+    assert_right(manager)
+    assert replays(manager) == before + 3
+
+
+@torch.library.custom_op("graphpass_manager_test::fails_at", mutates_args=())
+def fails_at(x: torch.Tensor) -> torch.Tensor:
+    if x.shape[0] in FAILS_AT:
+        raise FloatingPointError("on purpose")
+    return x + 1
+
+
+fails_at.register_fake(torch.empty_like)
+
+
+register_padding_rule("graphpass_manager_test::fails_at", lambda call: call.tensor("x"))
+FAILS_AT: set[int] = set()
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_a_key_that_cannot_be_captured_is_named_and_the_others_stay(mode: str) -> None:
+    class Fails(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.ops.graphpass_manager_test.fails_at(x)
+
+    manager = made(Fails(), mode)
+    FAILS_AT.add(4)
+    try:
+        with pytest.raises(CaptureError, match="4 tokens"):
+            manager.capture()
+    finally:
+        FAILS_AT.clear()
+    assert [num_tokens for _, num_tokens, _ in captured_keys(manager)] == [8]
+    assert_right(manager, model=lambda x: x + 1)
+    manager.capture()
+    assert [num_tokens for _, num_tokens, _ in captured_keys(manager)] == [8, 4, 2]
+    assert_right(manager, model=lambda x: x + 1)
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps.add_(1)
+        return nn.functional.dropout(x, 0.5) + self.steps
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_capture_leaves_the_state_of_the_model_as_it_was(mode: str) -> None:
+    """Captures run over made-up rows: they never enter statistics, count as steps or draw the program's numbers."""
+    model, eager, x = Counts(), Counts(), torch.ones(8, WIDTH)
+    manager = made(model, mode)
+    for look in (manager.estimate, manager.capture):
+        torch.manual_seed(3)
+        look()
+        found = torch.rand(4)
+        torch.manual_seed(3)
+        torch.testing.assert_close(found, torch.rand(4))
+        assert model.steps.tolist() == [0]
+    torch.manual_seed(1)
+    got = [run(manager, x).clone() for _ in range(3)]
+    torch.manual_seed(1)
+    torch.testing.assert_close(got, [eager(x) for _ in range(3)])
+    assert model.steps.tolist() == [3]

@@ -1,0 +1,298 @@
+"""A manager's memory and its counts: estimates, the report by group, captures within a limit, reasons."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+
+from graphpass import Batch, BatchDescriptor, CudaGraphManager, DispatchReason, GraphRuntime
+from graphpass.errors import CaptureError, OptionError, ShapeError
+from tests.unit.serving.managed import (
+    EVENTS,
+    LARGEST,
+    SIZES,
+    WIDTH,
+    Attends,
+    GrowingRuntime,
+    Rows,
+    SlotBuilder,
+    assert_right,
+    captured,
+    captured_keys,
+    hits,
+    made,
+    notes,
+    rows,
+    run,
+)
+
+
+class CountingRuntime(GrowingRuntime):
+    """Counts what throwaway pools were given."""
+
+    largest_pool = 0
+
+    def pool_bytes(self) -> int:
+        found = super().pool_bytes()
+        self.largest_pool = max(self.largest_pool, found)
+        return found
+
+
+def sampled(manager: CudaGraphManager) -> dict[str, list[int]]:
+    return {group.name: [key.num_tokens for key in group.sampled] for group in manager.estimate().groups}
+
+
+def test_an_estimate_before_the_capture_asks_few_keys_and_leaves_nothing() -> None:
+    runtime = CountingRuntime()
+    manager = made(Rows().eval(), "FULL_AND_PIECEWISE", range(1, 11), runtime=runtime)
+    estimate = manager.estimate()
+    assert sampled(manager) == {"mixed PIECEWISE": [10], "decode FULL": [10]}
+    assert [(group.num_keys, group.growth.pool_bytes) for group in estimate.groups] == [(10, 100), (10, 100)]
+    assert runtime.largest_pool == 200, "the largest keys of both groups, behind each other"
+    assert estimate.seconds > 0
+    assert estimate.buffer_bytes == manager.stats().buffer_bytes
+    assert runtime.counts() == {}
+    assert manager.needs_capture()
+    assert manager.stats().keys == ()
+    assert not any(
+        manager.dispatcher.is_captured(mode, key) for mode, keys in manager.dispatcher.capture_plan() for key in keys
+    )
+    with pytest.raises(CaptureError, match="nothing has been captured yet"):
+        run(manager, rows(3))
+
+
+def test_the_capture_uses_what_the_estimate_compiled() -> None:
+    manager = made(Rows().eval())
+    manager.estimate()
+    compiled = (manager.runtime.compiled(), len(manager.runtime.callables()))
+    manager.capture()
+    assert (manager.runtime.compiled(), len(manager.runtime.callables())) == compiled
+    assert {(c.captured, c.replayed) for c in manager.runtime.counts().values()} == {(1, 1)}
+    assert_right(manager)
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
+def test_an_estimate_between_steps_changes_no_step(mode: str) -> None:
+    model = Attends().eval()
+    builder, beside = SlotBuilder(), torch.zeros(16, WIDTH)
+    manager = captured(model, mode, attention=builder)
+    before = manager.runtime.stats().captured
+    for step in range(3):
+        x, slots = rows(3), [step, step + 1, 7]
+        with torch.no_grad():
+            beside[slots] += model.before(x)
+            expected = model.after(beside[slots]).relu() + x
+        torch.testing.assert_close(run(manager, x, attention=slots), expected)
+        manager.dispatcher.add_key(
+            *((mode, BatchDescriptor(5 + step)) if mode == "PIECEWISE" else ("FULL", _key(mode, 5 + step)))
+        )
+        manager.estimate()
+        torch.testing.assert_close(builder.sums[:16], beside)
+        manager.buffers["x"][:3] = x
+    assert manager.runtime.stats().captured == before
+    assert sum(hits(manager).values()) == 3
+
+
+def _key(mode: str, size: int) -> BatchDescriptor:
+    return BatchDescriptor(size, num_reqs=size, uniform=mode == "FULL_AND_PIECEWISE")
+
+
+def test_an_estimate_keeps_what_an_engine_wrote_to_the_buffers() -> None:
+    """Also behind the largest key: a batch that large runs without a graph."""
+    manager = captured(Rows().eval())
+    run(manager, rows(LARGEST))
+    manager.buffers["x"].copy_(rows(LARGEST) + 1)
+    manager.estimate()
+    torch.testing.assert_close(manager.buffers["x"], rows(LARGEST) + 1)
+
+
+def test_an_estimate_is_made_once_for_a_ladder() -> None:
+    builder = SlotBuilder()
+    manager = made(Attends().eval(), "FULL", attention=builder)
+    estimate = manager.estimate()
+    EVENTS.clear()
+    assert manager.estimate() is estimate
+    manager.capture()
+    EVENTS.clear()
+    assert manager.estimate() is estimate
+    assert EVENTS == []
+    manager.dispatcher.add_key("FULL", BatchDescriptor(10, num_reqs=10))
+    assert sampled(manager) == {"mixed FULL": [10]}
+    assert manager.estimate().keys[0][1].num_tokens == 10
+    manager.dispatcher.initialize_keys("FULL")
+    assert sampled(manager) == {"mixed FULL": [8]}
+    manager.close()
+    EVENTS.clear()
+    assert manager.estimate() is not estimate
+    assert "op" in EVENTS
+
+
+def test_an_estimate_of_no_keys() -> None:
+    manager = made(Rows().eval(), "NONE")
+    assert (manager.estimate().groups, manager.estimate().total_bytes) == ((), 0)
+
+
+def test_where_a_key_cannot_be_captured_nothing_is_left() -> None:
+    class Fails(SlotBuilder):
+        def build(self, attention: Any, key: BatchDescriptor | None) -> Any:
+            if self.built_for:  # the first run has been
+                raise FloatingPointError("on purpose")
+            return super().build(attention, key)
+
+    manager = made(Attends().eval(), "PIECEWISE", attention=Fails())
+    with pytest.raises(FloatingPointError, match="on purpose"):
+        manager.estimate()
+    assert manager.runtime.counts() == {}
+    assert manager.runtime.scopes.current() is None
+
+
+# -- the report -------------------------------------------------------------------------------------------------------
+
+
+def test_stats_have_a_line_for_each_group() -> None:
+    manager = captured(Rows().eval(), "FULL_AND_PIECEWISE", runtime=CountingRuntime())
+    groups = manager.stats().groups
+    assert [(group.name, group.num_keys, group.memory.pool_bytes) for group in groups] == [
+        ("mixed PIECEWISE", 3, 300),
+        ("decode FULL", 3, 300),
+    ]
+    assert [group.memory.total_bytes for group in groups] == [300, 300]
+    assert all(group.seconds > 0 for group in groups)
+    cells = [(row[:2], row[3:]) for row in manager.stats()["Captured"].rows]
+    assert cells == [(("mixed PIECEWISE", "3"), ("300", "0", "0")), (("decode FULL", "3"), ("300", "0", "0"))]
+
+
+# -- within a limit ---------------------------------------------------------------------------------------------------
+
+
+class ErraticRuntime(GraphRuntime):
+    """A pool whose graphs take other numbers of bytes each time they are captured."""
+
+    def __init__(self, growths: Sequence[int]) -> None:
+        super().__init__()
+        self._growths: Iterator[int] = cycle(growths)
+        self._num_graphs = self._pool = 0
+
+    def pool_bytes(self) -> int:
+        num_graphs = sum(counts.static_sets for counts in self.counts().values())
+        if num_graphs < self._num_graphs:
+            self._num_graphs = self._pool = 0
+        for _ in range(num_graphs - self._num_graphs):
+            self._pool += next(self._growths)
+        self._num_graphs = num_graphs
+        return self._pool
+
+
+@pytest.mark.parametrize("growths", [(5, 1, 1), (1, 5, 9), (0, 7), (9,), (1, 1, 1, 9, 1, 1, 9)])
+@pytest.mark.parametrize("max_bytes", [0, 4, 9])
+def test_a_pool_that_cannot_be_foretold_ends_below_the_limit(growths: tuple[int, ...], max_bytes: int) -> None:
+    manager = made(Rows().eval(), "FULL_AND_PIECEWISE", runtime=ErraticRuntime(growths))
+    manager.capture(max_bytes=max_bytes)
+    stats = manager.stats()
+    assert stats.pool_bytes <= max_bytes
+    assert len(stats.keys) + len(stats.left_out) == 2 * len(SIZES)
+    assert len(captured_keys(manager)) == len(set(captured_keys(manager)))
+    graphs = manager.runtime.stats().captured
+    assert_right(manager, range(1, LARGEST + 1))
+    assert manager.runtime.stats().captured == graphs, "keys left out stay left out"
+
+
+def test_recapture_within_a_limit() -> None:
+    manager = captured(Rows().eval(), runtime=CountingRuntime())
+    manager.recapture(max_bytes=200)
+    assert [size for _, size, _ in captured_keys(manager)] == [8, 4]
+    assert_right(manager)
+
+
+# A manager's counts and reasons, as tables and for Prometheus.
+
+
+def test_stats_count_batches_tokens_and_reasons() -> None:
+    manager = captured(Rows().eval(), "FULL_AND_PIECEWISE")
+    for num_tokens, uniform in ((3, False), (4, False), (3, True), (8, True), (9, False), (10, True), (0, False)):
+        run(manager, rows(num_tokens), uniform_decode=uniform)
+    stats = manager.stats()
+    used = {
+        (str(key.captured.mode), key.captured.descriptor.num_tokens): (key.replays, key.real_tokens, key.padded_tokens)
+        for key in stats.keys
+    }
+    assert used == {
+        ("PIECEWISE", 8): (0, 0, 0),
+        ("PIECEWISE", 4): (2, 7, 8),
+        ("PIECEWISE", 2): (0, 0, 0),
+        ("FULL", 8): (1, 8, 8),
+        ("FULL", 4): (1, 3, 4),
+        ("FULL", 2): (0, 0, 0),
+    }
+    assert [key.padding for key in stats.keys if key.replays] == [1 - 7 / 8, 0, 1 - 3 / 4]
+    assert stats.fallbacks == {DispatchReason.TOO_LARGE: 2, DispatchReason.EMPTY: 1}
+    assert (stats.replays, stats.fallback_tokens, stats.left_out) == (4, 19, ())
+    assert stats.buffer_bytes > 0
+    assert stats.histogram == {3: 2, 4: 1, 8: 1, 9: 1, 10: 1}
+    run(manager, rows(3))
+    assert stats.replays == 4, "a snapshot"
+    assert "Dispatches" in str(stats)
+    assert [row[:3] for row in stats["Without a graph"].rows] == [("too_large", "2"), ("empty", "1")]
+
+
+def test_a_batch_that_is_refused_is_not_counted() -> None:
+    manager = captured(Rows().eval())
+    with pytest.raises(ShapeError):
+        manager.run(Batch(3, inputs={"x": rows(4)}))
+    stats = manager.stats()
+    assert (stats.replays, dict(stats.fallbacks)) == (0, {})
+
+
+@pytest.mark.skipif(importlib.util.find_spec("prometheus_client") is None, reason="prometheus-client is not here")
+def test_prometheus_text() -> None:
+    manager = captured(Rows().eval(), runtime=CountingRuntime())
+    for num_tokens in (3, 3, 8, 9):
+        run(manager, rows(num_tokens))
+    lines = manager.stats().prometheus().splitlines()
+    assert 'graphpass_group_bytes{group="mixed FULL",kind="pool"} 300.0' in lines
+    assert 'graphpass_group_bytes{group="mixed FULL",kind="driver"} 0.0' in lines
+    assert 'graphpass_replays_total{key="4 tokens num_reqs=4",mode="FULL"} 2.0' in lines
+    assert 'graphpass_real_tokens_total{key="4 tokens num_reqs=4",mode="FULL"} 6.0' in lines
+    assert 'graphpass_padded_tokens_total{key="4 tokens num_reqs=4",mode="FULL"} 8.0' in lines
+    assert 'graphpass_fallbacks_total{reason="too_large"} 1.0' in lines
+    of_group = 'graphpass_group_seconds{group="mixed FULL"}'
+    for start in (
+        of_group,
+        'graphpass_capture_seconds{key="8 tokens',
+        "graphpass_pool_bytes ",
+        "graphpass_buffer_bytes ",
+    ):
+        assert any(line.startswith(start) for line in lines)
+
+
+def test_prometheus_text_without_the_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = captured(Rows().eval())
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(OptionError, match="prometheus-client") as raised:
+        manager.stats().prometheus()
+    assert "pip install" in raised.value.remedy
+
+
+@pytest.mark.parametrize("on_fallback", ["warn", "silent", "error"])
+def test_a_batch_without_a_graph_says_why(on_fallback: str, caplog: pytest.LogCaptureFixture) -> None:
+    manager = captured(Rows().eval(), on_fallback=on_fallback)
+    with caplog.at_level(logging.WARNING, "graphpass"):
+        for _ in range(2):
+            if on_fallback == "error":
+                with pytest.raises(CaptureError, match="no graph") as raised:
+                    run(manager, rows(9))
+                assert "too_large" in raised.value.found
+            else:
+                assert_right(manager, [9])
+    said = [record for record in caplog.records if "above the largest key" in record.getMessage()]
+    assert len(said) == (on_fallback == "warn"), "once"
+    if on_fallback != "error":
+        assert "above the largest key" in notes(manager)
+    assert_right(manager)

@@ -1,0 +1,465 @@
+"""Tokens and requests of a batch meet in declared attention alone: everything else that mixes them is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from graphpass import Batch, CUDAGraphMode, InputSpec
+from graphpass.errors import CaptureError
+from tests.unit.serving.managed import (
+    LARGEST,
+    WIDTH,
+    Attends,
+    Doubled,
+    SlotBuilder,
+    X,
+    assert_right,
+    captured,
+    made,
+    refused,
+    rows,
+    run,
+)
+
+Rows = Callable[[torch.Tensor], Any]
+
+
+def stock_attention(x: torch.Tensor) -> torch.Tensor:
+    q = x.view(1, 1, -1, WIDTH)
+    return F.scaled_dot_product_attention(q, q, q, is_causal=True).view(-1, WIDTH)
+
+
+def written_attention(x: torch.Tensor) -> torch.Tensor:
+    scores = (x @ x.t()).tril()
+    return scores.softmax(-1) @ x
+
+
+def shifted(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.cat([torch.zeros_like(x[:1]), x[:-1]])
+
+
+def convolved(x: torch.Tensor) -> torch.Tensor:
+    return F.conv1d(x.t().unsqueeze(0), torch.ones(WIDTH, 1, 3), padding=1, groups=WIDTH)[0].t()
+
+
+def _numbered(x: torch.Tensor) -> torch.Tensor:
+    return torch.arange(x.shape[0], dtype=x.dtype).unsqueeze(1).expand(-1, WIDTH)
+
+
+MIXING: Mapping[str, tuple[Rows, str]] = {
+    "mean over the batch": (lambda x: x - x.mean(0), "mean"),
+    "mean returned": (lambda x: (x, x.mean(0)), "mean"),
+    "sum returned alone": (lambda x: x.sum(0), "sum"),
+    "largest of all": (lambda x: x / x.abs().amax(), "amax"),
+    "causal sum": (lambda x: x.cumsum(0), "cumsum"),
+    "sorted": (lambda x: x.sort(0).values, "sort"),
+    "in the order of a column": (lambda x: x[x[:, 0].argsort()], "sort"),
+    "softmax over tokens": (lambda x: x.softmax(0), "softmax"),
+    "stock attention": (stock_attention, "scaled_dot_product"),
+    "attention written out": (written_attention, "_softmax"),
+    "products of all pairs": (lambda x: x @ x.t(), "result"),
+    "shifted by one": (shifted, "cat"),
+    "reversed": (lambda x: x.flip(0), "flip"),
+    "convolution": (convolved, "convolution"),
+    "first token for all": (lambda x: x + x[0], "select"),
+    "last token for all": (lambda x: x + x[-1:], "slice"),
+    "batch normalisation": (lambda x: F.batch_norm(x, None, None, training=True), "batch_norm"),
+    "divided by their number": (lambda x: x / x.shape[0], "div"),
+    "times one over their number": (lambda x: x * (torch.ones(WIDTH) / x.shape[0]), "div"),
+    "norm of all": (lambda x: x / x.norm(), "norm"),
+    "times their index": (lambda x: x * torch.arange(x.shape[0]).unsqueeze(1), "arange"),
+    "index returned": (lambda x: (x * 2, torch.arange(x.shape[0])), "arange"),
+    "masked by index": (lambda x: torch.where((torch.arange(x.shape[0]) < 4).unsqueeze(1), x, 0.0), "arange"),
+    "index written to rows": (lambda x: x.index_put((torch.arange(x.shape[0]),), _numbered(x)), "arange"),
+    "table up to their number": (lambda x: x + torch.arange(16.0).unsqueeze(1)[: x.shape[0]], "slice"),
+    "running count": (lambda x: x + torch.ones(x.shape[0], 1).cumsum(0), "cumsum"),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_what_mixes_tokens_is_refused_by_op_and_line(name: str) -> None:
+    model, op = MIXING[name]
+    error = refused("mixes the tokens of a batch", model)
+    assert op in error.found
+    assert name == "products of all pairs" or "test_manager_mixing.py:" in error.problem
+    assert "register_padding_rule" in error.remedy
+    assert "attn_implementation" in error.remedy
+
+
+class Numbered(nn.Module):
+    """Numbers its tokens itself where no numbers are passed, as encoders do with positions and token types."""
+
+    def forward(self, x: torch.Tensor, numbers: torch.Tensor | None = None) -> torch.Tensor:
+        if numbers is None:
+            numbers = torch.arange(x.shape[0])
+        return x * numbers.unsqueeze(1)
+
+
+def test_what_the_model_makes_itself_is_passed() -> None:
+    error = refused("mixes the tokens", Numbered())
+    assert "pass numbers as an input (an InputSpec)" in error.remedy
+    manager = captured(Numbered(), specs=(X, InputSpec("numbers", (LARGEST,), torch.int64)))
+    inputs = {"x": rows(5), "numbers": torch.arange(5)}
+    torch.testing.assert_close(manager.run(Batch(5, inputs=inputs)), Numbered()(**inputs))
+
+
+KEEPING: Mapping[str, Rows] = {
+    "entry by entry": lambda x: (x * 2 + 1).relu(),
+    "layer norm": lambda x: F.layer_norm(x, (WIDTH,)),
+    "rms norm": lambda x: F.rms_norm(x, (WIDTH,)),
+    "softmax over features": lambda x: x.softmax(-1),
+    "features sorted": lambda x: x.sort(-1).values,
+    "sum of features": lambda x: x.sum(-1, keepdim=True).expand(-1, WIDTH) * 1,
+    "product with a matrix": lambda x: x @ torch.ones(WIDTH, 3),
+    "heads apart": lambda x: (x.view(-1, 2, 3).transpose(0, 1) * 2).transpose(0, 1).flatten(1),
+    "attention within a token": lambda x: F.scaled_dot_product_attention(*[x.view(-1, 1, 2, 3)] * 3).flatten(1),
+    "another type between": lambda x: x.bfloat16().float() * 1,
+    "in place": lambda x: x.clone().add_(1).mul_(x),
+    "chosen by value": lambda x: torch.where(x > 0, x, x.exp()),
+    "halves of features": lambda x: torch.mul(*x.chunk(2, -1)),
+    "tokens last": lambda x: (x.t() * 2).t(),
+    "picked in their own row": lambda x: x[torch.arange(x.shape[0]), x.argmax(-1)],
+    "written in their own row": lambda x: x.index_put((torch.arange(x.shape[0]), x.argmax(-1)), torch.tensor(7.0)),
+    "a row for each": lambda x: x * torch.cat([torch.ones(1, 3).cumsum(1).expand(x.shape[0], -1)] * 2, -1),
+}
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_what_keeps_tokens_apart_is_captured(name: str) -> None:
+    model = KEEPING[name]
+    manager = captured(model)
+    for num_tokens in (3, 8, 1, 9):
+        torch.testing.assert_close(run(manager, rows(num_tokens)), model(rows(num_tokens)))
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"])
+def test_every_mode_and_compiler_asks(mode: str, compiler: str) -> None:
+    refused("mixes the tokens of a batch", lambda x: x - x.mean(0), mode, compiler=compiler)
+
+
+class Pools(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0)
+
+
+class Layer(nn.Module):
+    def __init__(self, mixer: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.mixer = nn.Linear(WIDTH, WIDTH), mixer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.mixer(self.inner(x))
+        return x.relu()
+
+
+class Layers(nn.Module):
+    def __init__(self, *mixers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(Layer, mixers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_the_module_is_named_by_its_path(mode: str) -> None:
+    manager = made(Layers(nn.Identity(), Pools(), nn.Tanh()).eval(), mode)
+    with pytest.raises(CaptureError, match=r"in layers\.1\.mixer \(Pools\) at test_manager_mixing\.py") as raised:
+        manager.capture()
+    assert "mean over the padded dimension 0" in raised.value.found
+    model = Layers(nn.Identity(), nn.Tanh()).eval()
+    assert_right(captured(model, mode))
+
+
+# -- attention, and other ops of one's own
+
+
+class DeclaresNothing(SlotBuilder):
+    splitting_ops = ()
+
+
+def test_ops_that_the_attention_declares_may_mix() -> None:
+    model = Attends().eval()
+    error = refused("add_to_slots", model, attention=DeclaresNothing())
+    assert "no padding rule" in error.found
+    manager = captured(model, attention=SlotBuilder())
+    assert manager.runtime.stats().captured == 3
+
+
+class MixesBeside(Attends):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) - x.mean(0)
+
+
+class MixesBefore(Attends):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x - x.mean(0))
+
+
+@pytest.mark.parametrize("kind", [MixesBeside, MixesBefore])
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_a_declared_op_does_not_hide_what_is_mixed_beside_or_before_it(mode: str, kind: type[Attends]) -> None:
+    refused("mean", kind().eval(), mode, attention=SlotBuilder())
+
+
+# -- several graphs
+
+
+class Breaks(nn.Module):
+    def __init__(self, mixes_first: bool) -> None:
+        super().__init__()
+        self.mixes_first = mixes_first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x - x.mean(0) if self.mixes_first else x * 2
+        torch._dynamo.graph_break()
+        return x + 1 if self.mixes_first else x - x.sum(0)
+
+
+@pytest.mark.parametrize("mixes_first", [True, False])
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_each_graph_is_checked(mode: str, mixes_first: bool) -> None:
+    refused("mean" if mixes_first else "sum", Breaks(mixes_first), mode)
+
+
+@torch.compiler.disable
+def mean_taken_away(x: torch.Tensor) -> torch.Tensor:
+    return x - x.mean(0)
+
+
+class BetweenGraphs(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (mean_taken_away(x * 2) + 1).relu()
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_a_tensor_that_python_computes_between_graphs_is_refused(mode: str) -> None:
+    refused("Python computes between the graphs", BetweenGraphs(), mode)
+
+
+def test_a_tensor_of_the_model_may_enter_a_later_graph() -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = {"scale": [torch.full((WIDTH,), 3.0)]}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x * 2
+            torch._dynamo.graph_break()
+            return x * self.tables["scale"][0]
+
+    assert_right(captured(Keeps()))
+
+
+def test_a_graph_that_only_some_sizes_have_is_checked() -> None:
+    manager = made(lambda x: x - x.mean(0) if x.shape[0] < 4 else x * 2)
+    with pytest.raises(CaptureError, match="mean"):
+        manager.capture()
+    assert [key.captured.descriptor.num_tokens for key in manager.stats().keys] == [8, 4]
+
+
+def test_keys_of_one_token_are_no_exception() -> None:
+    """A size of 1 has no symbol, but a batch without a graph may have several tokens."""
+    refused("mixes the tokens", lambda x: x - x.mean(0), sizes=(1,))
+    manager = captured(Doubled(), sizes=(1,))
+    assert_right(manager, (1, 3, 8))
+    assert run(manager, rows(0)).shape == (0, WIDTH)
+    manager.close()
+    one = InputSpec("x", (1, WIDTH), torch.float32)
+    refused("mixes the tokens", lambda x: x - x.mean(0), sizes=(1,), specs=(one,), max_num_reqs=1)
+    manager = captured(Doubled(), sizes=(1,), specs=(one,), max_num_reqs=1)
+    assert run(manager, rows(0)).shape == (0, WIDTH)
+    manager.close()
+
+
+def test_a_model_that_fixes_the_number_of_tokens_is_refused() -> None:
+    def loops(x: torch.Tensor) -> torch.Tensor:
+        for row in range(x.shape[0]):
+            x = x + row
+        return x
+
+    manager = made(loops)
+    with pytest.raises(CaptureError, match="fixes num_tokens") as raised:
+        manager.capture()
+    assert "g0, compiled for one num_tokens" in raised.value.found
+
+
+# -- graphs that Dynamo compiles after the capture
+
+
+class Changes(nn.Module):
+    """Its code depends on an attribute, in its only graph or in the second of two."""
+
+    def __init__(self, has_break: bool) -> None:
+        super().__init__()
+        self.has_break, self.form = has_break, "doubled"
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.has_break:
+            x = x + 1
+            self.note()
+        self.steps.add_(1)
+        if self.form == "taken away":
+            return x - x.mean(0)
+        return x * 2 if self.form == "doubled" else x * 3
+
+    @torch.compiler.disable
+    def note(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "NONE"])
+@pytest.mark.parametrize("has_break", [False, True])
+def test_a_graph_that_is_compiled_in_a_step_is_checked_before_it_runs(has_break: bool, mode: str) -> None:
+    """Nine tokens have no graph; with a graph break every step goes through Dynamo."""
+    model = Changes(has_break)
+    manager = captured(model, mode)
+    sizes = (9, 3) if has_break or mode == "NONE" else (9,)
+    for form, factor in (("doubled", 2), ("taken away", None), ("tripled", 3), ("doubled", 2)):
+        model.form = form
+        for num_tokens in sizes:
+            x, steps = rows(num_tokens), model.steps.item()
+            if factor is None:
+                for _ in range(2):
+                    with pytest.raises(CaptureError, match="mixes the tokens of a batch") as raised:
+                        run(manager, x)
+                    assert "mean" in raised.value.found
+                assert model.steps == steps
+            else:
+                torch.testing.assert_close(run(manager, x), (x + has_break) * factor)
+                assert model.steps == steps + 1
+
+
+# -- requests
+
+
+LAST_ROWS = InputSpec("last_rows", (LARGEST,), torch.int64, token_dim=None, request_dim=0)
+OFFSETS = InputSpec("offsets", (LARGEST,), torch.float32, token_dim=None, request_dim=0)
+OF_REQUEST = InputSpec("request", (LARGEST,), torch.int64)
+
+
+def batch_of(num_tokens: int, num_reqs: int, **inputs: torch.Tensor) -> Batch:
+    return Batch(num_tokens, inputs={"x": rows(num_tokens), **inputs}, num_reqs=num_reqs)
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_each_request_may_pick_its_tokens_by_data(mode: str) -> None:
+    def model(x: torch.Tensor, last_rows: torch.Tensor) -> torch.Tensor:
+        return (x * 2)[last_rows].softmax(-1)
+
+    manager = captured(model, mode, specs=[X, LAST_ROWS])
+    for num_tokens, num_reqs in ((5, 2), (8, 8), (3, 1), (9, 4)):
+        batch = batch_of(num_tokens, num_reqs, last_rows=torch.arange(num_tokens)[-num_reqs:])
+        torch.testing.assert_close(manager.run(batch), model(**batch.inputs or {}))
+
+
+def test_each_token_may_read_its_request_by_data() -> None:
+    def model(x: torch.Tensor, offsets: torch.Tensor, request: torch.Tensor) -> torch.Tensor:
+        return x + offsets[request].unsqueeze(-1)
+
+    manager = captured(model, specs=[X, OFFSETS, OF_REQUEST])
+    for num_tokens, num_reqs in ((5, 2), (8, 8), (3, 1)):
+        inputs = {"offsets": torch.randn(num_reqs), "request": torch.arange(num_tokens) % num_reqs}
+        batch = batch_of(num_tokens, num_reqs, **inputs)
+        torch.testing.assert_close(manager.run(batch), model(**batch.inputs or {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("requests", lambda x, last_rows: x[last_rows] - x[last_rows].mean(0)),
+        ("requests", lambda x, last_rows: x[last_rows].softmax(0)),
+        ("tokens", lambda x, last_rows: x + x[last_rows].mean(0)),
+        ("tokens", lambda x, last_rows: x + x[last_rows[0]]),
+        ("tokens", lambda x, last_rows: (x[last_rows], x.sum(0))),
+    ],
+)
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_what_mixes_requests_is_refused(mode: str, name: str, model: Callable[..., Any]) -> None:
+    refused(r"mixes the (requests|tokens) of a batch", model, mode, specs=[X, LAST_ROWS])
+
+
+# -- state, random numbers, parameters
+
+
+def test_state_that_tokens_are_summed_into_is_refused_and_a_counter_of_steps_is_not() -> None:
+    class Keeps(nn.Module):
+        def __init__(self, sums: bool) -> None:
+            super().__init__()
+            self.sums = sums
+            self.register_buffer("total", torch.zeros(WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.total.add_(x.sum(0) if self.sums else 1)
+            return x * 2
+
+    refused("sum", Keeps(True))
+    manager = captured(Keeps(False))
+    run(manager, rows(3))
+    assert manager.model.total.tolist() == [1] * WIDTH
+
+
+def test_an_expert_counter_is_refused() -> None:
+    """Padded tokens would be counted, too."""
+
+    class Routes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("counts", torch.zeros(WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            expert = x.argmax(-1)
+            self.counts.index_add_(0, expert, torch.ones_like(x[:, 0]))
+            return x * expert.unsqueeze(-1)
+
+    refused("index_add", Routes())
+
+
+def test_random_numbers_of_each_entry_do_not_mix() -> None:
+    assert captured(lambda x: F.dropout(x, 0.5)).runtime.stats().captured == 3
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_a_decoder_s_parts_keep_tokens_apart(mode: str) -> None:
+    """Embeddings, rotary positions, attention that is declared, gated layers and a head."""
+
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed, self.head = nn.Embedding(20, WIDTH), nn.Linear(WIDTH, 20, bias=False)
+            self.attend, self.norm = Attends(), nn.RMSNorm(WIDTH)
+            self.gate, self.up, self.down = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+            self.register_buffer("frequencies", torch.tensor([1.0, 0.5, 0.1]))
+
+        def forward(self, ids: torch.Tensor, positions: torch.Tensor, last_rows: torch.Tensor) -> torch.Tensor:
+            hidden = self.embed(ids)
+            angles = positions.unsqueeze(-1).float() * self.frequencies
+            cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
+            one, other = hidden.chunk(2, -1)
+            hidden = hidden * cos + torch.cat([-other, one], -1) * sin
+            hidden = hidden + self.attend(self.norm(hidden))
+            hidden = hidden + self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+            return self.head(hidden[last_rows]).argmax(-1)
+
+    ids = InputSpec("ids", (LARGEST,), torch.int64)
+    positions = InputSpec("positions", (LARGEST,), torch.int64)
+    manager = captured(Decoder().eval(), mode, specs=[ids, positions, LAST_ROWS], attention=SlotBuilder())
+    assert manager.stats().keys
+
+
+def test_a_manager_for_eager_batches_alone_asks_as_well() -> None:
+    manager = made(lambda x: x - x.mean(0), "NONE")
+    assert manager.dispatcher.mode is CUDAGraphMode.NONE
+    with pytest.raises(CaptureError, match="mixes the tokens"):
+        run(manager, rows(3))

@@ -1,0 +1,366 @@
+"""Models that are no single graph, attention and its metadata, several managers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphpass import AttentionSupport, Batch, CudagraphDispatcher, CudaGraphManager, GraphRuntime, InputSpec
+from graphpass.errors import CaptureError, ShapeError
+from tests.threads import in_threads
+from tests.unit.serving.managed import (
+    EVENTS,
+    FULL,
+    LARGEST,
+    MODES,
+    PIECEWISE,
+    SIZES,
+    WIDTH,
+    Attends,
+    DictBuilder,
+    Doubled,
+    Requests,
+    Rows,
+    SlotBuilder,
+    X,
+    assert_right,
+    captured,
+    captured_keys,
+    hits,
+    made,
+    notes,
+    replays,
+    rows,
+    run,
+)
+
+
+class Breaks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        torch._dynamo.graph_break()
+        return self.inner(x).relu()
+
+
+@pytest.mark.parametrize(
+    ("scope", "mode"),
+    [
+        (torch.enable_grad, "FULL"),
+        (torch.enable_grad, "PIECEWISE"),
+        (torch.no_grad, "FULL"),
+        (torch.inference_mode, "FULL"),
+    ],
+)
+def test_a_model_with_a_graph_break_goes_through_dynamo_and_says_so(scope: Any, mode: str) -> None:
+    manager = captured(Breaks().eval(), mode)
+    assert "every step goes through Dynamo's guards: the model is 2 graphs" in notes(manager)
+    before, artifacts = replays(manager), manager.runtime.compiled()
+    with scope():
+        assert_right(manager, range(1, 9))
+    assert replays(manager) == before + 2 * 8
+    assert manager.runtime.compiled() == artifacts
+    assert manager.stats().replays == 8
+    assert_right(manager, [9])
+
+
+def test_compare_compares_every_step() -> None:
+    """Through Dynamo, in any grad mode of the caller."""
+    manager = captured(Rows().eval(), compare=True)
+    assert "compare=True" in notes(manager)
+    before = replays(manager)
+    assert_right(manager, range(1, 9))
+    assert replays(manager) == before + 8
+
+
+def test_a_tensor_that_the_model_keeps_elsewhere_goes_through_dynamo() -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = [torch.ones(WIDTH)]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.table[0]
+
+    model = Keeps()
+    manager = captured(model)
+    assert "neither arguments, parameters nor buffers" in notes(manager)
+    assert_right(manager)
+    model.table[0] = torch.full((WIDTH,), 3.0)
+    assert_right(manager)
+
+
+class ReadsItem(nn.Module):
+    def forward(self, x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        return x * first[0].item() + 1
+
+
+@pytest.mark.parametrize("on_fallback", ["warn", "silent", "error"])
+def test_a_model_that_full_cannot_hold_goes_on_in_regions(on_fallback: str, caplog: pytest.LogCaptureFixture) -> None:
+    specs = [X, InputSpec("first", (1,), torch.float32, token_dim=None)]
+    manager = made(ReadsItem(), "FULL", specs=specs, on_fallback=on_fallback)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        if on_fallback == "error":
+            with pytest.raises(CaptureError, match="cannot be captured as a whole") as raised:
+                manager.capture()
+            assert "PIECEWISE" in raised.value.remedy
+            return
+        with caplog.at_level(logging.WARNING, "graphpass"):
+            manager.capture()
+        said = [record for record in caplog.records if "FULL is not possible" in record.getMessage()]
+        assert len(said) == (on_fallback == "warn")
+        assert "FULL is not possible, PIECEWISE instead" in notes(manager)
+        assert [mode for mode, _, _ in captured_keys(manager)] == [PIECEWISE] * 3
+        for num_tokens in (3, 8, 1, 9):
+            x, first = rows(num_tokens), torch.tensor([float(num_tokens)])
+            got = manager.run(Batch(num_tokens, inputs={"x": x, "first": first}))
+            torch.testing.assert_close(got, x * num_tokens + 1)
+    assert manager.stats().replays == 3
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_another_structure_at_another_size_is_refused_by_name(mode: str) -> None:
+    manager = captured(lambda x: (x + 1, x * 2) if x.shape[0] > 8 else (x + 1,), mode, sizes=(2, 8))
+    with pytest.raises(ShapeError, match="another structure"):
+        run(manager, rows(9))
+    torch.testing.assert_close(run(manager, rows(3)), (rows(3) + 1,))
+    manager = made(lambda x: (x + 1, x * 2) if x.shape[0] > 4 else (x + 1,), mode, sizes=(2, 8))
+    with pytest.raises(ShapeError, match=r"another structure|does not fit"):
+        manager.capture()
+
+
+def test_another_dtype_at_another_size_is_refused_by_name() -> None:
+    manager = made(lambda x: x.bfloat16() if x.shape[0] > 4 else x)
+    with pytest.raises(ShapeError, match="output 0") as raised:
+        manager.capture()
+    assert "bfloat16" in raised.value.expected
+    assert "float32" in raised.value.found
+
+
+# A manager and its attention: whose metadata, refilled when, and which modes it allows.
+
+
+@pytest.mark.parametrize(
+    ("mode", "compiler", "made_by"),
+    [
+        *((mode, "eager", SlotBuilder) for mode in MODES),
+        ("FULL", "aot_eager", SlotBuilder),
+        ("PIECEWISE", "aot_eager", SlotBuilder),
+        *((mode, "eager", DictBuilder) for mode in MODES),
+    ],
+)
+def test_attention_keeps_what_it_keeps_without_graphs_and_padding(
+    mode: str, compiler: str, made_by: type[SlotBuilder]
+) -> None:
+    builder = made_by()
+    model = Attends().eval()
+    manager = captured(model, mode, attention=builder, compiler=compiler)
+    requests = Requests(model)
+    for step, num_tokens in enumerate((3, 8, 1, 9, 10, 2, 5, 4)):
+        slots = [(5 * n + step) % 16 for n in range(num_tokens)]
+        requests.agree(manager, slots, uniform_decode=bool(step % 2))
+        torch.testing.assert_close(builder.sums[:16], requests.sums)
+
+
+def test_the_metadata_of_a_full_key_is_one_object_refilled_in_every_step() -> None:
+    builder = SlotBuilder()
+    model = Attends().eval()
+    manager = captured(model, "FULL", attention=builder)
+    requests = Requests(model)
+    builder.built_for.clear()
+    EVENTS.clear()
+    for slots in ([1, 2, 3], [4, 5], [6, 7, 8, 9]):
+        requests.agree(manager, slots)
+    assert [key.num_tokens for key in builder.built_for if key] == [4, 2, 4]
+    assert EVENTS == ["build"] * 3, "the op is in the graph"
+    torch.testing.assert_close(builder.sums[:16], requests.sums)
+
+
+@pytest.mark.parametrize(
+    ("asked", "query_len", "support", "expected"),
+    [
+        ("FULL", 1, AttentionSupport.ALWAYS, "FULL"),
+        ("FULL", 1, AttentionSupport.UNIFORM_BATCH, "FULL_AND_PIECEWISE"),
+        ("FULL", 2, AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE, "PIECEWISE"),
+        ("FULL_AND_PIECEWISE", 1, AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE, "FULL_AND_PIECEWISE"),
+        ("FULL_AND_PIECEWISE", 2, AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE, "PIECEWISE"),
+        ("FULL_AND_PIECEWISE", 1, AttentionSupport.NEVER, "PIECEWISE"),
+        ("FULL_DECODE_ONLY", 1, AttentionSupport.NEVER, "PIECEWISE"),
+        ("NONE", 1, AttentionSupport.NEVER, "NONE"),
+    ],
+)
+def test_what_attention_can_be_captured_with_bounds_the_mode(
+    asked: str, query_len: int, support: AttentionSupport, expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "graphpass"):
+        manager = made(Attends().eval(), asked, attention=SlotBuilder(support), query_len=query_len)
+    assert str(manager.dispatcher.mode) == expected
+    assert manager.dispatcher.uniform_decode_query_len == query_len
+    warned = [record.getMessage() for record in caplog.records if record.name == "graphpass"]
+    assert len(warned) == (asked != expected)
+    assert all("attention support" in text and text in notes(manager) for text in warned)
+
+
+def test_a_bounded_manager_runs_every_batch() -> None:
+    builder = SlotBuilder(AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE)
+    model = Attends().eval()
+    manager = captured(model, "FULL", attention=builder)
+    requests = Requests(model)
+    for uniform in (False, True):
+        requests.agree(manager, [1, 2, 3], uniform_decode=uniform)
+    assert hits(manager) == {(PIECEWISE, 4): 1, (FULL, 4): 1}
+
+
+def test_a_key_field_of_attention_chooses_the_key() -> None:
+    """A bucketed maximum length beside the token count."""
+
+    class Bounded(SlotBuilder):
+        def extra(self, attention: Any) -> tuple[tuple[str, Any], ...]:
+            return (("max_seq_len", max(attention) + 1),)
+
+    builder = Bounded()
+    model = Attends().eval()
+    dispatcher = CudagraphDispatcher("FULL", {"num_tokens": [4, 8], "max_seq_len": [8, 16]}, max_num_reqs=8)
+    manager = CudaGraphManager(model, dispatcher, [X], attention=builder, compiler="eager", on_fallback="silent")
+    manager.capture()
+    assert len(manager.stats().keys) == 4
+    requests = Requests(model)
+    for slots in ([1, 2], [9, 3], [7] + [1] * 0, list(range(8)), [15, 0, 1, 2, 3]):
+        requests.agree(manager, slots)
+    used = [
+        (key.captured.descriptor.num_tokens, dict(key.captured.descriptor.extra)["max_seq_len"], key.replays)
+        for key in manager.stats().keys
+    ]
+    assert sorted(used) == [(4, 8, 2), (4, 16, 1), (8, 8, 1), (8, 16, 1)]
+    learned = [key for key in builder.built_for if key is None]
+    assert len(learned) == 1
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_metadata_that_does_not_fit_is_refused_and_the_next_batch_is_right(mode: str) -> None:
+    builder = SlotBuilder()
+    model = Attends().eval()
+    manager = captured(model, mode, attention=builder)
+    requests = Requests(model)
+    if mode == "FULL":
+        with pytest.raises(ShapeError, match="too many slots"):
+            run(manager, rows(3), attention=[1, 2, 3, 4, 5])
+    with pytest.raises((TypeError, ValueError)):
+        run(manager, rows(3), attention=["no slot"] * 3)
+    assert not builder.sums[:16].any()
+    for slots in ([1, 2, 3], [3, 4]):
+        requests.agree(manager, slots)
+    torch.testing.assert_close(builder.sums[:16], requests.sums)
+
+
+# Several managers of a runtime, a model or a dispatcher; several threads.
+
+
+@pytest.mark.parametrize("shares", ["a runtime", "a class", "a model"])
+def test_two_managers_keep_apart(shares: str) -> None:
+    one = Rows().eval()
+    two = {"a runtime": Doubled(), "a class": Rows().eval(), "a model": one}[shares]
+    if shares == "a class":
+        nn.init.ones_(two.inner.weight)
+    runtime = GraphRuntime() if shares == "a runtime" else None
+    first, smaller = captured(one, runtime=runtime), InputSpec("x", (6, WIDTH), torch.float32)
+    second, sizes = captured(two, "PIECEWISE", (3, 6), [smaller], runtime=runtime), [1, 3, 5]
+    for _ in range(2):
+        assert_right(first)
+        assert_right(second, sizes)
+    one.inner.weight = nn.Parameter(torch.ones(5, WIDTH))
+    assert_right(second, sizes)
+    assert_right(first)
+    first.close()
+    assert first.needs_capture()
+    assert_right(second, sizes)
+    first.capture()
+    assert_right(first)
+    assert_right(second, sizes)
+
+
+def test_closing_one_manager_of_a_runtime_leaves_the_other_right() -> None:
+    runtime = GraphRuntime()
+    model = Rows().eval()
+    first, second = captured(model, runtime=runtime), captured(model, runtime=runtime)
+    assert_right(second)
+    first.close()
+    assert_right(second)
+    before = runtime.stats().captured
+    assert_right(second)
+    assert runtime.stats().captured == before
+
+
+def test_one_dispatcher_in_two_managers_gives_right_results() -> None:
+    """It says a key is captured where the other manager has captured it."""
+    dispatcher = CudagraphDispatcher("FULL", SIZES, max_num_reqs=LARGEST)
+    one, two = Rows().eval(), Doubled()
+    first = CudaGraphManager(one, dispatcher, [X], compiler="eager")
+    second = CudaGraphManager(two, dispatcher, [X], compiler="eager")
+    first.capture()
+    assert_right(second, [3])
+    assert second.needs_capture()
+    second.capture()
+    assert_right(first)
+    assert_right(second)
+    first.close()
+    assert_right(second)
+    first.capture()
+    assert_right(first)
+    assert_right(second)
+
+
+def test_a_lazy_dispatcher_captures_each_key_at_its_first_use() -> None:
+    """As the refusal of a run before the capture says."""
+    model = Rows().eval()
+    dispatcher = CudagraphDispatcher("FULL", SIZES, max_num_reqs=LARGEST, lazy=True)
+    manager = CudaGraphManager(model, dispatcher, [X], compiler="eager", on_moved_input="error")
+    assert_right(manager, [3, 4, 8])
+    assert [key.num_tokens for _, _, key in manager.runtime.counts()] == [4, 8]
+    assert "weights were replaced" not in notes(manager)
+
+
+def test_threads_take_turns() -> None:
+    model = Rows().eval()
+    manager = captured(model, "FULL_AND_PIECEWISE")
+    whole_step = threading.Lock()
+
+    def body(index: int) -> None:
+        for step in range(10):
+            x = rows((index * 3 + step) % LARGEST + 1)
+            with whole_step:
+                got = run(manager, x, uniform_decode=bool(step % 2)).clone()
+            torch.testing.assert_close(got, model(x).detach())
+
+    in_threads(body)
+    stats = manager.stats()
+    assert stats.replays + sum(stats.fallbacks.values()) == 40
+
+
+def test_threads_without_a_lock_of_their_own_harm_nothing_but_their_results() -> None:
+    manager = captured(Rows().eval())
+
+    def body(index: int) -> None:
+        for step in range(10):
+            num_tokens = (index + step) % 8 + 1
+            assert run(manager, rows(num_tokens)).shape == (num_tokens, 5)
+
+    in_threads(body)
+    assert_right(manager)
+    assert manager.stats().replays == 43
+
+
+def test_captured_in_one_thread_and_run_in_another() -> None:
+    manager = made(Rows().eval())
+    in_threads(lambda _: manager.capture(), 1)
+    assert_right(manager)
+    in_threads(lambda _: assert_right(manager), 1)

@@ -1,0 +1,416 @@
+"""Any batch through a manager: right, over which graph, past Dynamo, and in whose memory its results lie."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from graphpass import Batch, CUDAGraphMode, DispatchReason, InputSpec
+from graphpass.errors import ShapeError
+from tests.unit.serving import managed
+from tests.unit.serving.managed import (
+    EVENTS,
+    LARGEST,
+    MODES,
+    NONE,
+    PIECEWISE,
+    SIZES,
+    WIDTH,
+    Attends,
+    Doubled,
+    Requests,
+    Rows,
+    SlotBuilder,
+    assert_right,
+    captured,
+    hits,
+    of_x,
+    refused,
+    replays,
+    rows,
+    run,
+    sum_of_rows,
+)
+
+
+def expected_mode(mode: str, num_tokens: int, uniform: bool) -> CUDAGraphMode:
+    parsed = CUDAGraphMode.parse(mode)
+    if num_tokens == 0 or num_tokens > SIZES[-1]:
+        return NONE
+    return parsed.decode_mode() if uniform else parsed.mixed_mode()
+
+
+@pytest.mark.parametrize(
+    ("mode", "compiler"), [*((mode, "eager") for mode in MODES), ("FULL", "aot_eager"), ("PIECEWISE", "aot_eager")]
+)
+def test_every_batch_of_every_size_is_right_and_replays(mode: str, compiler: str) -> None:
+    model = Rows().eval()
+    manager = captured(model, mode, compiler=compiler)
+    expected: dict[tuple[CUDAGraphMode, int], int] = {}
+    for uniform in (False, True):
+        for num_tokens in range(LARGEST + 1):
+            x = rows(num_tokens)
+            before, of_keys = replays(manager), hits(manager)
+            torch.testing.assert_close(run(manager, x, uniform_decode=uniform), model(x).detach())
+            level = expected_mode(mode, num_tokens, uniform)
+            assert replays(manager) - before == (level is not NONE), (num_tokens, uniform)
+            if level is not NONE:
+                key = (level, next(size for size in SIZES if size >= num_tokens))
+                expected[key] = expected.get(key, 0) + 1
+            else:
+                assert hits(manager) == of_keys
+    assert hits(manager) == expected
+    stats = manager.stats()
+    assert sum(stats.fallbacks.values()) + stats.replays == 2 * (LARGEST + 1)
+    assert stats.fallbacks[DispatchReason.EMPTY] == 2
+    with pytest.raises(ShapeError, match="does not fit the buffers") as raised:
+        run(manager, rows(LARGEST + 1))
+    assert f"0 to {LARGEST}" in raised.value.expected
+    assert f"{LARGEST + 1}" in raised.value.found
+    assert_right(manager)
+
+
+@pytest.mark.soak
+def test_with_inductor() -> None:
+    manager = captured(Doubled(), "FULL", (4,), compiler="inductor")
+    assert_right(manager, [1, 3, 4])
+    assert manager.stats().replays == 3
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "NONE"])
+def test_inputs_lie_in_the_buffers_already_or_are_staged_in_turns(mode: str) -> None:
+    model = Rows().eval()
+    manager = captured(model, mode)
+    buffer = manager.buffers["x"]
+    assert buffer.shape == (LARGEST, WIDTH)
+    for num_tokens in (3, 8, 1, 9, 10, 5):
+        x = rows(num_tokens)
+        buffer[:num_tokens] = x + 1
+        for _ in range(2):
+            torch.testing.assert_close(manager.run(Batch(num_tokens)), model(x + 1).detach())
+        torch.testing.assert_close(run(manager, x), model(x).detach())
+    assert manager.buffers["x"] is buffer, "they are persistent"
+
+
+def test_a_step_copies_nothing_inside_of_the_graph() -> None:
+    manager = captured(Rows().eval())
+    for num_tokens in range(1, 9):
+        run(manager, rows(num_tokens))
+    assert {counts.copied for counts in manager.runtime.counts().values()} == {0}
+    assert {counts.static_sets for counts in manager.runtime.counts().values()} == {1}
+
+
+@pytest.mark.parametrize("scope", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_captured_and_called_in_any_grad_mode_it_gives_results_without_gradient(scope: Any) -> None:
+    model = Rows().eval()
+    with scope():
+        manager = captured(model)
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        for num_tokens in (3, 9):
+            with mode():
+                got = run(manager, rows(num_tokens))
+            assert not got.requires_grad
+            torch.testing.assert_close(got, model(rows(num_tokens)).detach())
+    assert manager.runtime.stats().captured == 3
+
+
+def test_inputs_that_require_grad_leave_the_buffers_as_they_are() -> None:
+    """Embeddings, made by a layer outside of the manager."""
+    model = Rows().eval()
+    embeds = nn.Embedding(5, WIDTH)
+    manager = captured(model)
+    for num_tokens in (3, 5, 9):
+        x = embeds(torch.arange(num_tokens) % 5)
+        torch.testing.assert_close(run(manager, x), model(x).detach())
+        assert not manager.buffers["x"].requires_grad
+    assert_right(manager, [4, 9, 8])
+
+
+# -- past Dynamo
+
+
+SHARED = Path(managed.__file__).name
+"""Where the models are whose frames are looked for."""
+
+
+@contextlib.contextmanager
+def frames_seen() -> Iterator[set[str]]:
+    """File and name of the Python functions that are called in the body."""
+    seen: set[str] = set()
+
+    def remember(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            seen.add(f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}")
+
+    sys.setprofile(remember)
+    try:
+        yield seen
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
+def test_a_step_enters_neither_dynamo_nor_the_model(mode: str) -> None:
+    builder = SlotBuilder()
+    model = Attends().eval()
+    manager = captured(model, mode, attention=builder)
+    requests = Requests(model)
+    for uniform in (False, True):
+        x, slots = rows(3), [5, 1, 7]
+        batch = of_x(x, attention=slots, uniform_decode=uniform)
+        expected = requests.step(x, slots)
+        with frames_seen() as seen:
+            got = manager.run(batch)
+        torch.testing.assert_close(got, expected)
+        assert "modelstate.py:call_model" not in seen, "the compiled model"
+        assert f"{SHARED}:forward" not in seen, "its own Python"
+        assert (f"{SHARED}:add_to_slots" in seen) == (expected_mode(mode, 3, uniform) is PIECEWISE)
+    with frames_seen() as seen:
+        manager.run(of_x(rows(9), attention=[9] * 9))
+    assert "modelstate.py:call_model" in seen, "it is seen where a batch has no graph"
+    before = replays(manager)
+    torch.compiler.set_stance("force_eager")
+    try:
+        x, slots = rows(4), [0, 1, 2, 3]
+        torch.testing.assert_close(run(manager, x, attention=slots), requests.step(x, slots))
+    finally:
+        torch.compiler.set_stance("default")
+    assert replays(manager) > before, "Dynamo would have run it eagerly"
+
+
+def test_python_of_the_model_runs_in_no_step() -> None:
+    calls = []
+
+    class Counted(Rows):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            calls.append(1) if not torch.compiler.is_compiling() else None
+            return super().forward(x)
+
+    manager = captured(Counted().eval())
+    for num_tokens in range(1, 9):
+        run(manager, rows(num_tokens))
+    assert not calls
+
+
+def test_regions_are_a_flat_plan_with_attention_between_them() -> None:
+    builder = SlotBuilder()
+    model = Attends().eval()
+    manager = captured(model, "PIECEWISE", attention=builder)
+    requests = Requests(model)
+    EVENTS.clear()
+    builder.built_for.clear()
+    before = replays(manager)
+    for num_tokens in range(1, 9):
+        x, slots = rows(num_tokens), list(range(num_tokens))
+        torch.testing.assert_close(run(manager, x, attention=slots), requests.step(x, slots))
+    assert EVENTS == ["build", "op"] * 8
+    assert builder.built_for == [None] * 8, "at real sizes"
+    assert replays(manager) == before + 2 * 8
+    torch.testing.assert_close(builder.sums[: builder.num_slots], requests.sums)
+
+
+# What a manager returns, in whose memory, and what becomes of what the model writes.
+
+
+class Pair(NamedTuple):
+    hidden: torch.Tensor
+    pooled: torch.Tensor
+
+
+@dataclass
+class Output:
+    last_hidden_state: torch.Tensor
+    hidden_states: tuple[torch.Tensor, ...]
+
+
+torch.export.register_dataclass(Output)
+
+RESULTS: Mapping[str, Callable[[torch.Tensor], Any]] = {
+    "a tensor": lambda x: x + 1,
+    "a tuple": lambda x: (x + 1, x[:, 0] * 2),
+    "a tuple of one": lambda x: (x + 1,),
+    "a list": lambda x: [x + 1, x * 2],
+    "a nested dict": lambda x: {"hidden": x + 1, "auxiliary": (x * 2, {"third": [x * 3]})},
+    "a named tuple": lambda x: Pair(x + 1, x.sum(-1)),
+    "a dataclass": lambda x: Output(x + 1, (x, x * 2)),
+    "None among them": lambda x: (None, x + 1, None),
+    "one tensor twice": lambda x: ((y := x + 1), y),
+    "a view of another": lambda x: ((y := x + 1), y[:, :2]),
+    "an input among them": lambda x: (x + 1, x),
+    "a view of an input": lambda x: x[:, 1:3],
+    "tokens last": lambda x: (x + 1).t(),
+    "another dtype": lambda x: x > 0,
+    "a number": lambda x: (x + 1, 3.5, True),
+}
+
+
+def equal_results(found: Any, expected: Any) -> None:
+    if dataclasses.is_dataclass(expected):
+        assert type(found) is type(expected)
+        found, expected = vars(found), vars(expected)
+    assert type(found) is type(expected)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [*((name, "FULL") for name in RESULTS), ("a nested dict", "PIECEWISE"), ("an input among them", "PIECEWISE")],
+)
+def test_results_of_every_structure(name: str, mode: str) -> None:
+    function = RESULTS[name]
+    manager = captured(function, mode, (8,))
+    for num_tokens in (3, 8, 1, 9):
+        x = rows(num_tokens)
+        equal_results(run(manager, x), function(x.clone()))
+    assert manager.stats().replays == 3
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_parameters_and_what_is_never_padded_are_returned_whole(mode: str) -> None:
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.arange(3.0))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"hidden": x + 1, "weight": self.weight, "scale": self.weight * 2}
+
+    model = Returns()
+    manager = captured(model, mode)
+    for num_tokens in (3, 8, 9):
+        x = rows(num_tokens)
+        torch.testing.assert_close(run(manager, x), {k: v.detach() for k, v in model(x).items()}, check_stride=False)
+    with torch.no_grad():
+        model.weight.add_(1)
+    torch.testing.assert_close(run(manager, rows(3))["weight"], model.weight.detach())
+    torch.testing.assert_close(run(manager, rows(3))["scale"], model.weight.detach() * 2)
+
+
+def test_a_model_that_computes_nothing_is_refused() -> None:
+    refused("nothing was captured", lambda x: x)
+
+
+@pytest.mark.parametrize("size", [lambda x: x.shape[0], lambda x: x.shape[0] * 2, lambda x: 8], ids=["", "twice", "8"])
+def test_a_number_that_may_be_a_padded_size_is_refused(size: Callable[[torch.Tensor], int]) -> None:
+    refused("a number that comes from the padded size", lambda x: (x * 2, size(x)), error=ShapeError)
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("width", [8, LARGEST])
+def test_a_width_that_equals_a_key_is_not_cut(mode: str, width: int) -> None:
+    manager = captured(Doubled(), mode, specs=[InputSpec("x", (LARGEST, width), torch.float32)])
+    for num_tokens in (3, 8, 9):
+        torch.testing.assert_close(run(manager, rows(num_tokens, width)), rows(num_tokens, width) * 2 + 1)
+
+
+def test_a_result_that_nothing_says_how_to_cut_is_refused_by_name() -> None:
+    error = refused("output 0", lambda x: x.reshape(-1), error=ShapeError)
+    assert "separate dimension" in error.remedy
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
+def test_results_of_all_sizes_lie_in_the_same_buffers(mode: str) -> None:
+    manager = captured(lambda x: {"hidden": x + 1, "other": (x * 2, x[:, 0])}, mode)
+    addresses = set()
+    for num_tokens in (1, 8, 3, 10, 9, 4):
+        for uniform in (False, True):
+            got = run(manager, rows(num_tokens), uniform_decode=uniform)
+            addresses.add((got["hidden"].data_ptr(), *(tensor.data_ptr() for tensor in got["other"])))
+    assert len(addresses) == 1
+    (address,) = addresses
+    assert len(set(address)) == 3
+    assert manager.stats().buffer_bytes >= LARGEST * (3 * WIDTH + 1) * 4
+
+
+def test_results_are_valid_until_the_next_run_and_each_is_an_object_of_its_own() -> None:
+    manager = captured(Doubled())
+    first = run(manager, rows(3))
+    kept = first.clone()
+    torch.testing.assert_close(first, rows(3) * 2 + 1)
+    second = run(manager, rows(4))
+    assert first is not second
+    assert first.shape == (3, WIDTH)
+    torch.testing.assert_close(first, second[:3])
+    assert not torch.equal(first, kept)
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "NONE"])
+def test_a_result_may_be_the_next_input(mode: str) -> None:
+    manager = captured(Doubled(), mode)
+    for num_tokens in (3, 8, 9):
+        x = expected = rows(num_tokens)
+        for _ in range(3):
+            x, expected = run(manager, x), expected * 2 + 1
+            torch.testing.assert_close(x, expected)
+
+
+def test_what_a_caller_writes_to_a_result_harms_no_later_one() -> None:
+    manager = captured(lambda x: (x, x + 1, x[:, :2]))
+    for num_tokens in (3, 8, 2):
+        x = rows(num_tokens)
+        for tensor in run(manager, x):
+            tensor.fill_(float("nan"))
+        equal_results(run(manager, x), (x, x + 1, x[:, :2]))
+
+
+# -- what the model writes
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "NONE"])
+def test_what_the_model_writes_to_an_input_is_copied_back(mode: str) -> None:
+    def model(x: torch.Tensor) -> Any:
+        x.add_(1)
+        return x * 2
+
+    manager = captured(model, mode)
+    for num_tokens in (3, 8, 9, 1):
+        x = rows(num_tokens)
+        torch.testing.assert_close(run(manager, x), (rows(num_tokens) + 1) * 2)
+        torch.testing.assert_close(x, rows(num_tokens) + 1)
+        manager.buffers["x"][:num_tokens] = rows(num_tokens)
+        torch.testing.assert_close(manager.run(Batch(num_tokens)), (rows(num_tokens) + 1) * 2)
+        torch.testing.assert_close(manager.buffers["x"][:num_tokens], rows(num_tokens) + 1)
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_what_the_model_writes_to_padding_is_padding_again_in_the_next_step(mode: str) -> None:
+    """Ids that go up in every step would leave the table."""
+
+    def model(x: torch.Tensor) -> Any:
+        rest = sum_of_rows(x)
+        x.add_(1)
+        return x * 2, rest
+
+    manager = captured(model, mode)
+    for _ in range(3):
+        _, total = run(manager, torch.ones(3, WIDTH))
+        torch.testing.assert_close(total, torch.full((WIDTH,), 3.0))
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_buffers_of_the_model_end_as_without_graphs(mode: str) -> None:
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("last", torch.zeros(WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last.copy_(sum_of_rows(x))
+            return x + self.last
+
+    model, plain = Remembers(), Remembers()
+    manager = captured(model, mode)
+    for num_tokens in (3, 8, 9):
+        x = rows(num_tokens)
+        torch.testing.assert_close(run(manager, x), plain(x))
+        torch.testing.assert_close(model.last, plain.last)

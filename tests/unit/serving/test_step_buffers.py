@@ -1,0 +1,458 @@
+"""A manager's buffers: which dimension grows with what, what lies behind the real entries, what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphpass as gp
+from graphpass import Batch, CudaGraphManager, InputSpec
+from graphpass.errors import OptionError, ShapeError
+from graphpass.regions import register_padding_rule
+from graphpass.serving.buffers import InputBuffers
+from graphpass.serving.recipe import Recipe, result_buffers
+from tests.unit.serving.managed import captured, sum_of_rows
+
+WIDTH, LARGEST = 4, 10
+CPU = torch.device("cpu")
+X = InputSpec("x", (LARGEST, WIDTH), torch.float32)
+
+
+def filled(buffers: InputBuffers, inputs: Mapping[str, torch.Tensor] | None, real: int, padded: int) -> dict[str, Any]:
+    """Fill with a batch of ``real`` tokens; what the model is given at ``padded``."""
+    given = buffers.at({**buffers.largest, "num_tokens": padded})
+    buffers.real({**buffers.largest, "num_tokens": real}, given).fill(inputs)
+    return dict(given.arguments)
+
+
+def mask(buffers: InputBuffers) -> torch.Tensor:
+    return buffers.at(buffers.largest).is_padding
+
+
+def manager_of(
+    model: Callable[..., Any], specs: Sequence[InputSpec], mode: str = "FULL", sizes: Any = (4, 8), **given: Any
+) -> CudaGraphManager:
+    return captured(model, mode, sizes, specs, **given)
+
+
+# -- the buffers alone
+
+
+def test_a_buffer_for_each_input_at_the_largest_batch() -> None:
+    positions = InputSpec("positions", (3, LARGEST), torch.long, token_dim=1)
+    specs = [X, positions, InputSpec("flag", (2,), torch.bool, token_dim=None)]
+    buffers = InputBuffers(specs, CPU)
+    assert {name: (tuple(t.shape), t.dtype) for name, t in buffers.tensors.items()} == {
+        "x": ((LARGEST, WIDTH), torch.float32),
+        "positions": ((3, LARGEST), torch.long),
+        "flag": ((2,), torch.bool),
+    }
+    assert buffers.largest == {"num_tokens": LARGEST}
+    assert not any(tensor.any() for tensor in buffers.tensors.values())
+    # Two tokens more than the largest batch, which no batch uses.
+    assert buffers.num_bytes() == 4 * (LARGEST + 2) * WIDTH + 8 * 3 * (LARGEST + 2) + 2
+
+
+def test_the_model_reads_the_start_of_the_buffers_at_any_size() -> None:
+    buffers = InputBuffers([X], CPU)
+    buffers.tensors["x"].copy_(torch.randn(LARGEST, WIDTH))
+    for size in range(1, LARGEST + 1):
+        view = buffers.at({"num_tokens": size}).arguments["x"]
+        assert view.data_ptr() == buffers.tensors["x"].data_ptr()
+        assert torch.equal(view, buffers.tensors["x"][:size])
+
+
+@pytest.mark.parametrize("padding", [0, 7.5, -1, math.inf, True], ids=str)
+def test_padding_by_a_value_is_there_from_the_start_and_after_larger_batches(padding: Any) -> None:
+    buffers = InputBuffers([InputSpec("x", (LARGEST, WIDTH), torch.float32, padding=padding)], CPU)
+    expected = torch.full((LARGEST, WIDTH), float(padding))
+    assert torch.equal(buffers.tensors["x"], expected)
+    poison = torch.full((LARGEST, WIDTH), math.nan)
+    for real, is_in_place in itertools.product((9, 3, 5, 1, 10, 0, 2, 2), (False, True)):
+        buffers.tensors["x"][:real] = math.nan if is_in_place else 0
+        given = filled(buffers, None if is_in_place else {"x": poison[:real]}, real, LARGEST)
+        assert given["x"][:real].isnan().all()
+        assert torch.equal(given["x"][real:], expected[real:])
+
+
+def test_repeated_rows_follow_the_last_real_one() -> None:
+    buffers = InputBuffers([InputSpec("x", (LARGEST, WIDTH), torch.float32, padding="repeat")], CPU)
+    for real, padded in ((9, 10), (3, 4), (4, 4), (1, 8), (5, 10)):
+        x = torch.randn(real, WIDTH)
+        for inputs in ({"x": x}, None):
+            given = filled(buffers, inputs, real, padded)["x"]
+            assert given.shape == (padded, WIDTH)
+            assert torch.equal(given, torch.cat([x, x[-1:].expand(padded - real, WIDTH)]))
+
+
+def test_a_padding_function_receives_the_real_rows_and_the_padded_shape() -> None:
+    calls = []
+
+    def rule(real: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        calls.append((tuple(real.shape), shape))
+        return torch.cat([real, torch.full((shape[0] - real.shape[0], *shape[1:]), real.sum().item())])
+
+    buffers = InputBuffers([InputSpec("x", (LARGEST, WIDTH), torch.float32, padding=rule)], CPU)
+    for real, padded in ((9, 10), (3, 4), (1, 8)):
+        x = torch.randn(real, WIDTH)
+        for inputs in ({"x": x}, None):
+            given = filled(buffers, inputs, real, padded)["x"]
+            torch.testing.assert_close(given, rule(x, (padded, WIDTH)))
+    assert set(calls) == {((9, WIDTH), (10, WIDTH)), ((3, WIDTH), (4, WIDTH)), ((1, WIDTH), (8, WIDTH))}
+
+
+def test_a_function_that_returns_another_shape_is_refused_and_the_next_batch_is_right() -> None:
+    wrong = [True]
+
+    def rule(real: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        return real if wrong[0] else torch.cat([real, torch.ones(shape[0] - real.shape[0], *shape[1:])])
+
+    buffers = InputBuffers([InputSpec("x", (LARGEST, WIDTH), torch.float32, padding=rule)], CPU)
+    with pytest.raises(ShapeError, match="padding function of input 'x'"):
+        filled(buffers, {"x": torch.randn(3, WIDTH)}, 3, 4)
+    wrong[0] = False
+    x = torch.randn(2, WIDTH)
+    assert torch.equal(filled(buffers, {"x": x}, 2, 4)["x"], torch.cat([x, torch.ones(2, WIDTH)]))
+
+
+def test_which_tokens_are_padding() -> None:
+    buffers = InputBuffers([X], CPU)
+    assert mask(buffers).all()
+    for real in (9, 3, 5, 0, 10, 1):
+        filled(buffers, None, real, LARGEST)
+        assert mask(buffers).tolist() == [n >= real for n in range(LARGEST)]
+
+
+def test_restoring_restores_the_buffers() -> None:
+    buffers = InputBuffers([InputSpec("x", (LARGEST, WIDTH), torch.float32, padding=1)], CPU)
+    x = torch.randn(5, WIDTH)
+    filled(buffers, {"x": x}, 5, 8)
+    with contextlib.suppress(KeyError), buffers.restoring():
+        filled(buffers, {"x": torch.zeros(9, WIDTH)}, 9, 10)
+        raise KeyError
+    assert torch.equal(buffers.tensors["x"], torch.cat([x, torch.ones(5, WIDTH)]))
+    assert mask(buffers).tolist() == [n >= 5 for n in range(LARGEST)]
+    given = filled(buffers, {"x": x[:3]}, 3, 8)["x"]
+    assert torch.equal(given, torch.cat([x[:3], torch.ones(5, WIDTH)]))
+
+
+@pytest.mark.parametrize("rule", [0, "repeat"])
+def test_two_dimensions_are_padded_together(rule: Any) -> None:
+    """One row a request, one column a token."""
+    spec = InputSpec("mask", (3, LARGEST), torch.float32, token_dim=1, request_dim=0, padding=rule)
+    buffers = InputBuffers([spec], CPU)
+    assert buffers.largest == {"num_tokens": LARGEST, "num_reqs": 3}
+    full = {"num_tokens": LARGEST, "num_reqs": 3}
+    given = buffers.at(full)
+    for real in ({"num_tokens": 9, "num_reqs": 3}, {"num_tokens": 4, "num_reqs": 1}, {"num_tokens": 6, "num_reqs": 2}):
+        x = torch.randn(real["num_reqs"], real["num_tokens"])
+        buffers.real(real, given).fill({"mask": x})
+        pad = (0, LARGEST - real["num_tokens"], 0, 3 - real["num_reqs"])
+        if rule == 0:
+            expected = nn.functional.pad(x, pad)
+        else:
+            expected = nn.functional.pad(x[None, None], pad, mode="replicate")[0, 0]
+        assert torch.equal(given.arguments["mask"], expected)
+
+
+@pytest.mark.parametrize(
+    ("specs", "found"),
+    [
+        ([], "no input"),
+        ([InputSpec("x", (4,), torch.long, token_dim=None)], "x"),
+        ([InputSpec("x", (4,), torch.long), InputSpec("x", (4,), torch.long)], "x"),
+        ([InputSpec("x", (4,), torch.long), InputSpec("y", (5,), torch.long)], "y"),
+        (
+            [
+                InputSpec("x", (4, 2), torch.long, request_dim=1),
+                InputSpec("y", (3,), torch.long, token_dim=None, request_dim=0),
+            ],
+            "y",
+        ),
+    ],
+)
+def test_inputs_that_describe_no_largest_batch_are_refused(specs: list[InputSpec], found: str) -> None:
+    with pytest.raises(OptionError, match="one largest batch") as raised:
+        InputBuffers(specs, CPU)
+    assert found in raised.value.found
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"shape": (0, 4)}, "the shape of input 'x' is not valid"),
+        ({"shape": (4.0, 4)}, "the shape of input 'x' is not valid"),
+        ({"shape": (True, 4)}, "the shape of input 'x' is not valid"),
+        ({"token_dim": 2}, "token_dim of input 'x'"),
+        ({"token_dim": -3}, "token_dim of input 'x'"),
+        ({"request_dim": 5}, "request_dim of input 'x'"),
+        ({"token_dim": 1, "request_dim": -1}, "the same dimension for tokens and requests"),
+        ({"padding": "last"}, "no padding rule"),
+        ({"padding": None}, "no padding rule"),
+    ],
+)
+def test_an_input_that_cannot_be_is_refused(given: dict[str, Any], match: str) -> None:
+    with pytest.raises(OptionError, match=match):
+        InputSpec(**{"name": "x", "shape": (4, 4), "dtype": torch.float32, **given})
+
+
+@pytest.mark.parametrize(
+    ("padding", "dtype"), [(math.nan, torch.long), (0.5, torch.long), (300, torch.uint8), (2, torch.bool)]
+)
+def test_a_padding_value_that_the_dtype_cannot_hold_is_refused_by_name(padding: Any, dtype: torch.dtype) -> None:
+    """Another value than was declared would be there."""
+    with pytest.raises(OptionError, match="input 'x' cannot hold its padding") as raised:
+        InputSpec("x", (4,), dtype, padding=padding)
+    assert str(dtype) in raised.value.expected
+    assert raised.value.found == repr(padding)
+
+
+def test_output_buffers_store_and_cut_results() -> None:
+    leaves = [torch.ones(3, 2), None, torch.ones(4)]
+    cuts = ({0: "num_tokens"}, {}, {})
+    outputs = Recipe(None, list, cuts, result_buffers(leaves, cuts, {"num_tokens": LARGEST}), (0, None, 1), None)
+    assert [None if b is None else tuple(b.shape) for b in outputs.buffers] == [(LARGEST, 2), None, (4,)]
+    outputs.store_leaves([torch.full((5, 2), 7.0), None, torch.arange(4.0)], {"num_tokens": 5})
+    assert outputs.cut(0, {"num_tokens": 5}).eq(7).all()
+    assert outputs.cut(0, {"num_tokens": 10})[5:].eq(0).all()
+    assert outputs.cut(1, {"num_tokens": 5}) is None
+    whole = outputs.cut(2, {"num_tokens": 5})
+    assert whole is not outputs.cut(2, {"num_tokens": 5})
+    assert torch.equal(whole, torch.arange(4.0))
+    assert outputs.num_bytes() == 4 * (LARGEST * 2 + 4)
+    for wrong in (torch.ones(4, 2), torch.ones(5, 2).double()):
+        with pytest.raises(ShapeError, match="output 0"):
+            outputs.store_leaves([wrong, None, torch.ones(4)], {"num_tokens": 5})
+    assert outputs.cut(0, {"num_tokens": 5}).eq(7).all(), "nothing was written"
+
+
+# -- through a manager: the token dimension anywhere
+
+
+SHAPES: Mapping[str, tuple[tuple[int, ...], int]] = {
+    "ids": ((LARGEST,), 0),
+    "embeddings": ((LARGEST, WIDTH), 0),
+    "a token dimension of 1": ((3, LARGEST), 1),
+    "the last": ((2, 3, LARGEST), -1),
+    "in the middle": ((2, LARGEST, 3), 1),
+    "the last but one": ((2, LARGEST, 3), -2),
+    "as wide as the batch": ((LARGEST, LARGEST), 0),
+    "a width that is a key": ((LARGEST, 8), 0),
+    "a width of 1": ((LARGEST, 1), 0),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [*((name, "FULL") for name in SHAPES), ("embeddings", "PIECEWISE"), ("in the middle", "PIECEWISE")],
+)
+def test_the_token_dimension_may_be_anywhere(name: str, mode: str) -> None:
+    shape, token_dim = SHAPES[name]
+    manager = manager_of(lambda x: x * 2 + 1, [InputSpec("x", shape, torch.float32, token_dim=token_dim)], mode)
+    for num_tokens in (3, 8, 1, 9, 10, 4):
+        x = torch.randn(shape).narrow(token_dim, 0, num_tokens)
+        torch.testing.assert_close(manager.run(Batch(num_tokens, inputs={"x": x})), x * 2 + 1)
+        manager.buffers["x"].narrow(token_dim, 0, num_tokens).copy_(x + 1)
+        torch.testing.assert_close(manager.run(Batch(num_tokens)), (x + 1) * 2 + 1)
+    assert manager.stats().replays == 8
+
+
+class Decoder(nn.Module):
+    """Ids or embeddings, positions of three axes, one scale for all, one offset a request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, WIDTH)
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        scale: torch.Tensor,
+        request: torch.Tensor,
+        offsets: torch.Tensor,
+    ) -> Any:
+        hidden = self.embed(ids) + positions.sum(0).unsqueeze(-1) * scale + offsets[request].unsqueeze(-1)
+        return {"hidden": hidden.relu(), "auxiliary": (hidden, positions + 1), "per_request": offsets * 2}
+
+
+DECODER_SPECS = [
+    InputSpec("ids", (LARGEST,), torch.long, padding=10),
+    InputSpec("positions", (3, LARGEST), torch.long, token_dim=1, padding="repeat"),
+    InputSpec("scale", (1,), torch.float32, token_dim=None),
+    InputSpec("request", (LARGEST,), torch.long),
+    InputSpec("offsets", (5,), torch.float32, token_dim=None, request_dim=0, padding=math.nan),
+]
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE", "NONE"])
+def test_many_inputs_of_many_kinds(mode: str) -> None:
+    model = Decoder().eval()
+    manager = manager_of(model, DECODER_SPECS, mode, max_num_reqs=5)
+    generator = torch.Generator().manual_seed(0)
+    for num_tokens, num_reqs in ((3, 3), (8, 5), (1, 1), (9, 2), (10, 5), (4, 2), (5, 5)):
+        inputs = {
+            "ids": torch.randint(0, 11, (num_tokens,), generator=generator),
+            "positions": torch.randint(0, 99, (3, num_tokens), generator=generator),
+            "scale": torch.randn(1, generator=generator),
+            "request": torch.randint(0, num_reqs, (num_tokens,), generator=generator),
+            "offsets": torch.randn(num_reqs, generator=generator),
+        }
+        with torch.no_grad():
+            expected = model(**inputs)
+        for uniform in (False, num_tokens == num_reqs):
+            got = manager.run(Batch(num_tokens, inputs=inputs, num_reqs=num_reqs, uniform_decode=uniform))
+            torch.testing.assert_close(got, expected)
+        for name, value in inputs.items():
+            assert torch.equal(manager.buffers[name][tuple(slice(size) for size in value.shape)], value)
+    if mode in ("FULL", "PIECEWISE"):
+        assert manager.stats().replays == 10
+
+
+def test_requests_must_be_counted_where_an_input_has_one_entry_for_each() -> None:
+    specs = [X, InputSpec("offsets", (5,), torch.float32, token_dim=None, request_dim=0)]
+    manager = manager_of(lambda x, offsets: (x + 1, offsets * 2), specs, max_num_reqs=5)
+    inputs = {"x": torch.randn(3, WIDTH), "offsets": torch.randn(2)}
+    for num_reqs in (None, 6, -1):
+        with pytest.raises(ShapeError, match="does not fit the buffers") as raised:
+            manager.run(Batch(3, inputs=inputs, num_reqs=num_reqs))
+        assert f"num_reqs={num_reqs}" in raised.value.found
+    with pytest.raises(ShapeError, match="input 'offsets'"):
+        manager.run(Batch(3, inputs=inputs, num_reqs=3))
+    got = manager.run(Batch(3, inputs=inputs, num_reqs=2))
+    torch.testing.assert_close(got, (inputs["x"] + 1, inputs["offsets"] * 2))
+
+
+@pytest.mark.parametrize("largest", [1, 2, 3, 5])
+def test_as_many_requests_as_tokens(largest: int) -> None:
+    """Sizes that are equal by chance are one symbol for torch; results are still cut by the right one."""
+    specs = [
+        InputSpec("x", (largest, WIDTH), torch.float32),
+        InputSpec("offsets", (largest,), torch.float32, token_dim=None, request_dim=0),
+    ]
+    manager = manager_of(lambda x, offsets: (x + 1, offsets * 2), specs, sizes=[largest], max_num_reqs=largest)
+    for num_tokens in range(1, largest + 1):
+        for num_reqs in range(1, num_tokens + 1):
+            inputs = {"x": torch.randn(num_tokens, WIDTH), "offsets": torch.randn(num_reqs)}
+            got = manager.run(Batch(num_tokens, inputs=inputs, num_reqs=num_reqs))
+            torch.testing.assert_close(got, (inputs["x"] + 1, inputs["offsets"] * 2))
+    assert not manager.stats().fallbacks
+
+
+# -- through a manager: padding
+
+
+class Sums(nn.Module):
+    """Shows what lies in all rows that it is given."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x * 2, sum_of_rows(x)
+
+
+RULES: Mapping[str, tuple[Any, Callable[[torch.Tensor, int], torch.Tensor]]] = {
+    "zero": (0, lambda x, padded: x.sum(0)),
+    "a value": (3.0, lambda x, padded: x.sum(0) + 3.0 * (padded - len(x))),
+    "repeat": ("repeat", lambda x, padded: x.sum(0) + x[-1] * (padded - len(x))),
+    "a function": (
+        lambda real, shape: torch.cat([real, real.new_full((shape[0] - len(real), *shape[1:]), 5.0)]),
+        lambda x, padded: x.sum(0) + 5.0 * (padded - len(x)),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [*((name, "FULL") for name in RULES), ("zero", "PIECEWISE"), ("repeat", "PIECEWISE")]
+)
+def test_a_model_sees_the_declared_padding_whatever_was_there_before(name: str, mode: str) -> None:
+    rule, expected = RULES[name]
+    spec = InputSpec("x", (LARGEST, WIDTH), torch.float32, padding=rule)
+    manager = manager_of(Sums(), [spec], mode)
+    for num_tokens in (3, 1, 4, 7, 2, 9, 5):
+        for poison in (8, LARGEST):
+            manager.run(Batch(poison, inputs={"x": torch.full((poison, WIDTH), math.nan)}))
+        x = torch.randn(num_tokens, WIDTH)
+        padded = num_tokens if num_tokens > 8 else 4 if num_tokens <= 4 else 8
+        for _ in range(2):
+            doubled, total = manager.run(Batch(num_tokens, inputs={"x": x}))
+            assert torch.equal(doubled, x * 2)
+            torch.testing.assert_close(total, expected(x, padded))
+        manager.buffers["x"][:num_tokens] = x + 1
+        torch.testing.assert_close(manager.run(Batch(num_tokens))[1], expected(x + 1, padded))
+
+
+class Masked(nn.Module):
+    """A mean over real rows alone, whatever padding holds."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - sum_of_rows(gp.zero_padding(x))
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "NONE"])
+def test_the_context_says_which_rows_are_padding(mode: str) -> None:
+    spec = InputSpec("x", (LARGEST, WIDTH), torch.float32, padding=math.nan)
+    manager = manager_of(Masked(), [spec], mode)
+    for num_tokens in (3, 8, 1, 9, 2, 10, 5, 4):
+        x = torch.randn(num_tokens, WIDTH)
+        torch.testing.assert_close(manager.run(Batch(num_tokens, inputs={"x": x})), x - x.sum(0))
+
+
+def test_padding_after_an_input_that_was_refused() -> None:
+    manager = manager_of(Sums(), [X])
+    manager.run(Batch(8, inputs={"x": torch.full((8, WIDTH), math.nan)}))
+    with pytest.raises(ShapeError):
+        manager.run(Batch(2, inputs={"x": torch.ones(5, WIDTH)}))
+    for num_tokens in (3, 5):
+        x = torch.randn(num_tokens, WIDTH)
+        torch.testing.assert_close(manager.run(Batch(num_tokens, inputs={"x": x}))[1], x.sum(0))
+
+
+def test_a_padding_function_that_fails_leaves_the_next_batch_right() -> None:
+    failing = [False]
+
+    def rule(real: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        if failing[0]:
+            raise FloatingPointError("on purpose")
+        return torch.cat([real, real.new_zeros(shape[0] - len(real), *shape[1:])])
+
+    manager = manager_of(Sums(), [InputSpec("x", (LARGEST, WIDTH), torch.float32, padding=rule)])
+    failing[0] = True
+    with pytest.raises(FloatingPointError):
+        manager.run(Batch(3, inputs={"x": torch.full((3, WIDTH), math.nan)}))
+    failing[0] = False
+    for num_tokens in (1, 3, 8):
+        x = torch.randn(num_tokens, WIDTH)
+        torch.testing.assert_close(manager.run(Batch(num_tokens, inputs={"x": x}))[1], x.sum(0))
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_the_first_capture_sees_the_declared_padding(mode: str) -> None:
+    """Zero is no valid id here: warm-up and capture may read nothing else than what was declared."""
+
+    class Embeds(nn.Module):
+        def forward(self, ids: torch.Tensor) -> Any:
+            return torch.ops.graphpass_step_buffers_test.valid(ids) * 2
+
+    manager = manager_of(Embeds(), [InputSpec("ids", (LARGEST,), torch.long, padding=5)], mode)
+    for num_tokens in (3, 8, 1):
+        ids = torch.arange(num_tokens) + 5
+        torch.testing.assert_close(manager.run(Batch(num_tokens, inputs={"ids": ids})), ids * 2)
+
+
+@torch.library.custom_op("graphpass_step_buffers_test::valid", mutates_args=())
+def valid(ids: torch.Tensor) -> torch.Tensor:
+    assert ids.is_meta or not bool((ids < 5).any()), "an id that is none"
+    return ids.clone()
+
+
+valid.register_fake(torch.empty_like)
+
+
+register_padding_rule("graphpass_step_buffers_test::valid", lambda call: call.tensor("ids"))
