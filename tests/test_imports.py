@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import graphlib
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import graphpass
+from tests.processes import ROOT, environment
 
-ROOT = Path(__file__).parent.parent
 MODULES = {
     ".".join(source.relative_to(folder).with_suffix("").parts).removesuffix(".__init__"): source
     for folder, package in ((ROOT, "graphpass"), (ROOT / "backends", "cgpass"))
@@ -23,11 +22,10 @@ MODULES = {
 
 def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A fresh interpreter that finds the checkout's packages."""
-    search_path = os.pathsep.join([str(ROOT), str(ROOT / "backends")])
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": search_path},
+        env=environment(),
         capture_output=True,
         text=True,
         check=False,

@@ -72,7 +72,9 @@ def _made(traces: Mapping[str, RegionTrace], rules: AutoRules) -> dict[str, list
     """Key field -> what the regions do with its padding."""
     names = {size.symbol: size.name for size in rules.sizes.sizes if size.is_padded}
     found: dict[str, list[PaddingFinding]] = {}
-    for position, fill in rules.fills.items():
+    for position, fill in rules.padded.items():
+        if fill == "repeat":
+            continue
         layout = rules.sizes.layouts[position]
         for field in {names[one] for one in symbols_in(layout.shape) if one in names}:
             why = f"padding of {layout.name} filled with {fill}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -19,12 +19,12 @@ from graphpass.errors import CaptureError
 from graphpass.keys import CUDAGraphMode
 from graphpass.ledger import Reason, Verdict
 from graphpass.options import Settings
-from graphpass.paddedcalls import PadRule
 from graphpass.padding import DECLARE_MASK, PaddingProof
 from graphpass.regions.partitionproof import prove_partition
 from graphpass.regions.split import Partition
 
 _NOTHING_TO_PAD = PaddingProof({}, (), (), (), needs_real_contents=False)
+_NOT_ASKED = Reason("", is_expected=True)
 _EXACT = "no padding suits this operation: keep the sizes few, or leave the operation out of the compiled model"
 #: Kind of product, as torch has settings of precision for -> pattern of its operators.
 _PRODUCTS = {"conv": "conv", "rnn": "rnn|lstm|gru", "matmul": r"(mm|mv|matmul|dot|linear)(\.|$)"}
@@ -38,9 +38,10 @@ class AutoRules:
     outputs: GraphOutputs
     mode: CUDAGraphMode  #: FULL or PIECEWISE: how keys are captured; NONE where ``off`` says why not
     keys: RecurringKeys  #: the key fields, their ladders, and the keys seen so far
-    padded: Mapping[int, PadRule]  #: {position: padding rule} of the inputs that have a padded field among their sizes
+    #: {position: what fills its padding, unless the user says} of the inputs that have a padded field among their
+    #: sizes: a number where a proof relies on it
+    padded: Mapping[int, float | int | bool | Literal["repeat"]]
     declared: frozenset[int]  #: positions of the inputs whose padding the user declared, or a proof relies on
-    fills: Mapping[int, float | int | bool]  #: {position: contents of its padding} where a proof relies on it unasked
     written: tuple[int, ...]  #: positions of the tensors that the graph writes to
     dynamic: tuple[int, ...]  #: positions of the tensors that are neither parameters nor buffers
     #: What a check writes to the padding of floats: random numbers; or copies of real entries, because an operator may
@@ -63,13 +64,12 @@ def dispatched(
     proof = prove_partition(parts, traces, fields, constants) if fields else _NOTHING_TO_PAD
     mode, off = _level(parts, settings)
     off = off or _never_captured(parts, sizes, settings)
-    verdicts = list(_verdicts(parts, sizes, outputs, proof, settings))
+    obstacles = list(_obstacles(parts, sizes, outputs, proof, settings))
     if off is None and settings.padding_check == "strict":
-        _refuse_unpadded(name, verdicts)
-    padded = {verdict.size.symbol for verdict in verdicts if verdict.is_padded}
-    problems = {verdict.size.name: verdict.problem for verdict in verdicts if verdict.problem and off is None}
+        _refuse_unpadded(name, obstacles)
+    padded = {size.symbol for size, obstacle in obstacles if obstacle is None}
     positions = {
-        position: settings.padding.get(parts.inputs[position].shown, fills.get(position, "repeat"))
+        position: fills.get(position, "repeat")
         for position, layout in sizes.layouts.items()
         if not parts.inputs[position].is_static and symbols_in(layout.shape) & padded
     }
@@ -89,7 +89,6 @@ def dispatched(
         ),
         padded=positions,
         declared=frozenset(p for p in positions if p in fills or parts.inputs[p].shown in settings.padding),
-        fills={position: fill for position, fill in fills.items() if position in positions},
         written=parts.mutated_inputs,
         dynamic=tuple(p for p in sizes.layouts if not parts.inputs[p].is_static),
         check_contents="real" if proof.needs_real_contents else "random",  # guard: padding_index_of_floats
@@ -101,7 +100,11 @@ def dispatched(
             if re.search(named, node.op)
         ),
         off=off,
-        unproved=problems,
+        unproved={
+            size.name: replace(why, why=f"{size.name} is not padded, its sizes are captured unpadded: {why.why}")
+            for size, why in obstacles
+            if off is None and why is not None and why is not _NOT_ASKED
+        },
     )
     return rules, proof
 
@@ -175,47 +178,28 @@ def _calls(parts: Partition, part_of_name: str) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Verdict:
-    """Whether one size is padded."""
-
-    size: Size
-    is_padded: bool
-    against: Reason | None = None  #: what stands against padding; None if it is proved, or not asked for
-
-    @property
-    def problem(self) -> Reason | None:
-        """For the report; None if nothing stands against padding."""
-        if self.against is None:
-            return None
-        why = f"{self.size.name} is not padded, its sizes are captured unpadded: {self.against.why}"
-        return Reason(why, self.against.remedy)
-
-
-def _verdicts(
+def _obstacles(
     parts: Partition, sizes: GraphSizes, outputs: GraphOutputs, proof: PaddingProof, settings: Settings
-) -> Iterator[_Verdict]:
-    """The verdict on each size of call arguments."""
+) -> Iterator[tuple[Size, Reason | None]]:
+    """Each size of call arguments, and what stands against padding it: nothing if it is proved."""
     never = parts.never_padded()  # guard: exchanged_memory_padded
     uncut = {size.name: at for at, own in outputs.by_data.items() for size in sizes.sizes if size.symbol in own}
     for size in sizes.sizes:
         if not size.is_of_calls:
             continue
-        obstacle = _obstacle(size, parts, proof)
+        unproved = _unproved(size, parts, proof)
         if not settings.pads:
-            yield _Verdict(size, is_padded=False)
+            yield size, _NOT_ASKED
         elif never is not None:
-            yield _Verdict(size, is_padded=False, against=replace(never, remedy=never.remedy or _EXACT))
+            yield size, replace(never, remedy=never.remedy or _EXACT)
         elif size.name in uncut:  # guard: sizes_from_data
             why = f"the size of output {uncut[size.name]} depends on it and on data, so it cannot be cut"
-            yield _Verdict(size, is_padded=False, against=replace(obstacle, why=why))
-        elif proof.verdicts[size.name] is Verdict.PROVED:
-            yield _Verdict(size, is_padded=True)
+            yield size, replace(unproved, why=why)
         else:
-            yield _Verdict(size, is_padded=False, against=obstacle)
+            yield size, None if proof.verdicts[size.name] is Verdict.PROVED else unproved
 
 
-def _obstacle(size: Size, parts: Partition, proof: PaddingProof) -> Reason:
+def _unproved(size: Size, parts: Partition, proof: PaddingProof) -> Reason:
     """Why no proof covers a size, and the remedy."""
     findings = [finding for finding in proof.findings if finding.field == size.name]
     findings.sort(key=lambda finding: bool(finding.remedy))  # what no remedy helps comes first
@@ -237,13 +221,12 @@ def _under_mask(size: Size, parts: Partition) -> str:
     return f"under {masks[0]}, declared with padding={{{masks[0]!r}: 0}}" if masks else DECLARE_MASK
 
 
-def _refuse_unpadded(name: str, verdicts: Sequence[_Verdict]) -> None:
-    for verdict in verdicts:
-        if verdict.size.is_declared and not verdict.is_padded:
-            against = verdict.against or Reason("")
+def _refuse_unpadded(name: str, obstacles: Iterable[tuple[Size, Reason | None]]) -> None:
+    for size, obstacle in obstacles:
+        if size.is_declared and obstacle is not None:
             raise CaptureError(
-                f"{name}: {verdict.size.name} cannot be padded",
+                f"{name}: {size.name} cannot be padded",
                 expected="a graph whose real entries do not depend on padding",
-                found=against.why,
-                remedy=f"{against.remedy}, or set padding_check='prove' to capture exact sizes",
+                found=obstacle.why,
+                remedy=f"{obstacle.remedy}, or set padding_check='prove' to capture exact sizes",
             )

@@ -184,11 +184,10 @@ class SavedCallable:
     @classmethod
     def of(cls, graph: CompiledGraph, aliases: Mapping[str, str]) -> SavedCallable:
         """The parts of a callable, without its runtime and settings."""
-        rules, admits = graph.rules, graph.record.admits
+        admits = graph.record.admits
         unbound = replace(
             graph,
             record=replace(graph.record, admits=None if admits is None else _unbound, frame=None),
-            rules=None if rules is None else replace(rules, padded=dict.fromkeys(rules.padded)),  # type: ignore[arg-type]
             partition=replace(graph.partition, stitched=_unbound, _outputs=None),
             sizes=replace(graph.sizes, settings=None),  # type: ignore[arg-type]
             compiled=dict(graph.compiled),
@@ -211,17 +210,13 @@ class SavedCallable:
             traced, settings = (runtime.next_callable_name(), appended, ()), settings.with_names(self.aliases)
         name, appended, side_effects = traced
         sizes = replace(self.graph.sizes, settings=settings)
-        record, rules, inputs = self.graph.record, self.graph.rules, self.graph.partition.inputs
+        record = self.graph.record
         admits = None if record.admits is None else sizes.admits
         record = replace(record, name=name, frame=dynamo.frame_id(), admits=admits, is_loaded=True)
         record = replace(record, artifacts=0, seconds=CompileSeconds())
         runtime.register(record)
         runtime.note("loaded from warm_start: nothing was partitioned or compiled", at=name)
-        if rules is not None:
-            rules = replace(rules, padded={p: settings.padding.get(inputs[p].shown, "repeat") for p in rules.padded})
-        graph = replace(
-            self.graph, record=record, rules=rules, sizes=sizes, appended=appended, side_effects=side_effects
-        )
+        graph = replace(self.graph, record=record, sizes=sizes, appended=appended, side_effects=side_effects)
         for region in {id(tuned): tuned for one in graph.compiled.values() if (tuned := one.tuned)}.values():
             region.load(name, runtime.ledger)
         loaded = GraphedCallable(graph, runtime, settings)

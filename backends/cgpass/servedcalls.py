@@ -220,8 +220,9 @@ class ServedCalls:
         if isinstance(numbers, InputLayout):
             return numbers
         inputs = []
-        for position, rule in rules.padded.items():
+        for position, fill in rules.padded.items():
             layout = graph.layouts[position]
+            rule = self._settings.padding.get(layout.name, fill)
             shape, real_shape = (tuple([value_at(s, at) for s in layout.shape]) for at in (padded, unpadded))
             buffer = self._memory.view(position, shape, args[position], layout.order)
             is_written = position in rules.written

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import random
 import re
 import secrets
@@ -22,11 +21,11 @@ import torch
 
 from tests.e2e.hugging_face import CPU, difference
 from tests.e2e.photographs import cut_photographs
+from tests.processes import ROOT, environment
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("needs Ray: tox run -e ray", allow_module_level=True)
 
-ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
 # An actor's row: images, batches, replays, hits, misses.
 ROW = re.compile(r"^[0-9a-f]{8} │" + r" +(\d+) │" * 5, re.MULTILINE)
@@ -64,7 +63,6 @@ def run_example(*arguments: str) -> str:
     """What it prints; Ray's files and its token are gone afterwards."""
     settings = {
         "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "backends", EXAMPLES))),
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
     }
@@ -73,7 +71,7 @@ def run_example(*arguments: str) -> str:
     with tempfile.TemporaryDirectory(prefix="ray") as ray_folder:
         ended = subprocess.run(
             [sys.executable, str(driver), ray_folder, *arguments],
-            env={**os.environ, **settings},
+            env=environment(EXAMPLES, **settings),
             capture_output=True,
             text=True,
             timeout=280,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +10,9 @@ import pytest
 import torch
 
 from tests.gpu.captures import TIMEOUT_S
+from tests.processes import ROOT, environment
 
 pytestmark = pytest.mark.cuda
-
-ROOT = Path(__file__).parent.parent.parent
 
 PREPARED = """
 import datetime, os, sys
@@ -111,9 +109,14 @@ def ran(program: str, num_ranks: int, mode: str, folder: Path) -> str:
     path = folder / "program.py"
     path.write_text(PREPARED + program)
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [*run, str(path), mode], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        [*run, str(path), mode],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout

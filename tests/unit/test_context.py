@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
-import os
 import pickle
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +19,7 @@ from hypothesis import strategies as st
 from graphpass.context import current_context, get_forward_context, is_forward_context_available, set_forward_context
 from graphpass.errors import ContextError, OptionError
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
+from tests.processes import environment
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 KEY = BatchDescriptor(8)
@@ -218,9 +217,8 @@ def test_a_pickle_of_another_process_is_the_same_key() -> None:
         "import pickle, sys; from graphpass.keys import BatchDescriptor;"
         "sys.stdout.buffer.write(pickle.dumps(BatchDescriptor(8, extra=(('name', 'text'),))))"
     )
-    root = Path(sys.modules["graphpass"].__path__[0]).parent
-    environment = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": str(root)}
-    written = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True).stdout
+    seeded = environment(PYTHONHASHSEED="12345")
+    written = subprocess.run([sys.executable, "-c", program], env=seeded, capture_output=True, check=True).stdout
     descriptor = pickle.loads(written)
     assert {BatchDescriptor(8, extra=(("name", "text"),)): 1}[descriptor] == 1
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import subprocess
 import sys
@@ -22,8 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import cgpass
 from graphpass import BatchDescriptor, CUDAGraphMode, GraphRuntime, set_forward_context
-
-ROOT = Path(__file__).parents[3]
+from tests import processes
+from tests.processes import ROOT
 
 PROGRAM = """
 import torch
@@ -43,8 +42,7 @@ with torch.inference_mode():
 
 def ran(folder: Path, **environment: str) -> str:
     """What the program writes to stderr."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "backends")])
-    env = {**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": str(folder), **environment}
+    env = processes.environment(TORCHINDUCTOR_CACHE_DIR=str(folder), **environment)
     process = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=env, cwd=folder, capture_output=True, text=True, check=False
     )

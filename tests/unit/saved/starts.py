@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -20,6 +19,7 @@ from torch._dynamo.utils import counters
 import graphpass as gp
 from graphpass import EncoderCudaGraphManager, EncoderOptions
 from graphpass.text import CausalLM
+from tests.processes import ROOT, environment
 from tests.unit.encoder import toy
 from tests.unit.saved.stack import INPUTS, OPTIONS, Plain, example, stack
 from tests.unit.text import test_model as text
@@ -108,11 +108,9 @@ def start(kind: str, compiler: str, folder: Path) -> dict[str, Any]:
 
 def started(compiler: str, folder: Path, kinds: Sequence[str], **environ: str) -> dict[str, dict[str, Any]]:
     """What :func:`start` says of each kind, in a process of its own."""
-    root = Path(__file__).parents[3]
-    path = os.pathsep.join([str(root), str(root / "backends"), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "tests.unit.saved.starts", compiler, str(folder), *kinds]
-    environment = {**os.environ, "PYTHONPATH": path, **environ}
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root, timeout=240, check=False)
+    env = environment(**environ)
+    ran = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=240, check=False)
     assert ran.returncode == 0, ran.stderr[-4000:]
     lines = ran.stdout.splitlines()[-len(kinds) :]
     return dict(zip(kinds, map(json.loads, lines), strict=True))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import io
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ import graphpass
 from graphpass import BatchDescriptor, CUDAGraphMode
 from graphpass.progress import capture_progress
 from graphpass.serving.estimate import Key, KeyPool, PoolModel, capture_within
+from tests.processes import environment
 
 NOTHING_KNOWN = PoolModel({}, {}, {})
 
@@ -127,9 +126,6 @@ def test_a_pool_that_others_keep_is_not_filled_any_further() -> None:
 # Progress bars: shown on terminals, unless somebody turns them off.
 
 
-ROOT = Path(__file__).parents[3]
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -167,9 +163,10 @@ def test_tqdm_disable_turns_bars_off(disable: str, is_shown: bool) -> None:
         "import sys; from graphpass.progress import capture_progress; sys.stderr.isatty = lambda: True; "
         "list(capture_progress([1, 2, 3]))"
     )
-    path = os.pathsep.join([str(ROOT), str(ROOT / "backends")])
-    environment = {**os.environ, "PYTHONPATH": path, **({"TQDM_DISABLE": disable} if disable else {})}
-    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    settings = {"TQDM_DISABLE": disable} if disable else {}
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env=environment(**settings), capture_output=True, text=True, check=True
+    )
     assert ("capturing" in ran.stderr) == is_shown
 
 
