@@ -2,12 +2,14 @@
 
 A Llama of 8 layers of width 2048 with random weights in bfloat16 (``--form bf16``) or one of torchao's forms makes a
 step for ``--batch`` rows of one token: eagerly, by one argument, and under ``reduce-overhead``, in this order; then
-``text.CausalLM`` and the model's own ``generate`` go on with as many prompts. *First* is the time of the first calls,
-until a graph replays. Memory is what the device has less than before the model was made. The difference is that of the
-logits to the eager quantised model's, as a part of their largest value; of texts, the share of equal tokens.
+``text.CausalLM`` and the model's own ``generate`` go on with as many prompts. Each row is printed as soon as it is
+measured. *First* is the time of the first calls, until a graph replays. Memory is what the device has less than before
+the model was made. The difference is that of the logits to the eager quantised model's, as a part of their largest
+value; of texts, the share of equal tokens.
 
 torchao's configurations set Inductor's settings, under which a compilation takes minutes: ``--plain-settings`` leaves
-them, ``--without-reduce-overhead`` saves one of the compilations. ``--smoke`` runs tiny sizes on a CPU.
+them, ``--without-reduce-overhead`` and ``--without-texts`` save compilations, and fewer ``--layers`` make each shorter.
+``--smoke`` runs tiny sizes on a CPU.
 """
 
 from __future__ import annotations
@@ -29,7 +31,6 @@ from tests.bench.timing import (
     is_skipped,
     parser_of,
     seconds,
-    table_of,
     write_json,
 )
 
@@ -41,6 +42,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "int4": ("Int4WeightOnlyConfig", {"int4_packing_format": "tile_packed_to_4d"}),
 }
 REPLAYED_AFTER, PROMPT = 4, 16
+COLUMNS = "way | first s | ms a step | graphs | difference | MiB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,42 +56,37 @@ class Way:
     difference: float  #: to the eager quantised model: of logits, or of tokens
     memory_mib: float  #: what the device has less than before the model was made
 
+    def row(self, eager_mib: float) -> str:
+        """Its figures in the order of :data:`COLUMNS`; memory also as a multiple of ``eager_mib``."""
+        graphs = "" if self.graphs is None else str(self.graphs)
+        part = f" ({self.memory_mib / eager_mib:.3f})" if eager_mib else ""
+        figures = (f"{self.first_s:.1f}", f"{self.step_ms:.3f}", graphs, f"{self.difference:.2g}")
+        return " | ".join((self.name, *figures, f"{self.memory_mib:.0f}{part}"))
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print one form."""
-    parser = parser_of("quantised", __doc__, batch=1, steps=100, tokens=64)
+    parser = parser_of("quantised", __doc__, batch=1, layers=None, steps=100, tokens=64)
     parser.add_argument("--form", choices=["bf16", *FORMS], default="int8_weight_only")
     parser.add_argument("--plain-settings", action="store_true", help="leave Inductor's settings as they are")
     parser.add_argument("--without-reduce-overhead", action="store_true")
+    parser.add_argument("--without-texts", action="store_true", help="no CausalLM and no generate")
     options = parser.parse_args(arguments)
     if is_skipped("quantised", options):
         return
     device = gpu_or_cpu(options.smoke)
+    ways, title, console = list[Way](), f"{options.form}, batch {options.batch}", Console(soft_wrap=True)
+    console.print(f"{title}\n{COLUMNS}", markup=False)
     with torch.no_grad():
-        ways = list(_measured(options, device))
-    eager_mib = ways[0].memory_mib
-    rows = [
-        [
-            way.name,
-            f"{way.first_s:.1f}",
-            f"{way.step_ms:.3f}",
-            "" if way.graphs is None else way.graphs,
-            f"{way.difference:.2g}",
-            f"{way.memory_mib:.0f}" + (f" ({way.memory_mib / eager_mib:.3f})" if eager_mib else ""),
-        ]
-        for way in ways
-    ]
-    title, columns = (
-        f"{options.form}, batch {options.batch}",
-        "way | first s | ms a step | graphs | difference | MiB",
-    )
-    Console().print(table_of(title, columns, rows))
+        for way in _measured(options, device):
+            ways.append(way)
+            console.print(way.row(ways[0].memory_mib), markup=False)
     write_json(options.json, {"environment": environment(device), "title": title, "ways": list(map(asdict, ways))})
 
 
 def _measured(options: Any, device: torch.device) -> Any:
     before = free_bytes(device)
-    model = _quantised(_decoder(device, small=options.smoke), options)
+    model = _quantised(_decoder(device, options.layers, small=options.smoke), options)
     vocabulary = model.config.vocab_size
     ids = torch.randint(0, vocabulary, (options.batch, 1), generator=torch.Generator().manual_seed(1)).to(device)
 
@@ -117,7 +114,8 @@ def _measured(options: Any, device: torch.device) -> Any:
         yield way("reduce-overhead", lambda: reduced(ids, use_cache=False).logits)
         del reduced
         torch._dynamo.reset()
-    yield from _texts(model, options, device, before)
+    if not options.without_texts:
+        yield from _texts(model, options, device, before)
 
 
 def _texts(model: Any, options: Any, device: torch.device, before: int) -> Any:
@@ -157,15 +155,18 @@ def _graphs(runtime: gp.GraphRuntime) -> int:
     return sum(bool(counts.captured) for counts in runtime.counts().values())
 
 
-def _decoder(device: torch.device, *, small: bool) -> Any:
+def _decoder(device: torch.device, layers: int | None, *, small: bool) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    width, layers, vocabulary = (256, 2, 512) if small else (2048, 8, 32000)
+    width, vocabulary = (256, 512) if small else (2048, 32000)
+    layers = layers or (2 if small else 8)
     sizes = {"hidden_size": width, "intermediate_size": width * 11 // 4, "num_hidden_layers": layers}
     heads = {"num_attention_heads": width // 128, "num_key_value_heads": max(1, width // 256)}
     config = LlamaConfig(vocab_size=vocabulary, max_position_embeddings=4096, **sizes, **heads)
     torch.manual_seed(0)
-    return LlamaForCausalLM(config).eval().to(device, torch.float32 if small else torch.bfloat16)
+    with device:
+        model = LlamaForCausalLM(config).eval()
+    return model.to(torch.float32 if small else torch.bfloat16)
 
 
 def _quantised(model: Any, options: Any) -> Any:

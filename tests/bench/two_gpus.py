@@ -1,9 +1,10 @@
 """A stock decoder by its own ``tp_plan``: ``torchrun --nproc-per-node 2 -m tests.bench.two_gpus``.
 
 One decode step in each form that a user could run: eager, ``reduce-overhead`` (which may not get ready: 90 s are its
-limit), one argument with ``ranks="lockstep"``, FULL and PIECEWISE. Then mixed steps with sizes that recur, compared
-with eager and between the ranks; then ``CausalLM`` beside the model's own ``generate``. The process ends without
-``close()``. ``--smoke`` runs tiny sizes over gloo on a CPU.
+limit; ``--without-reduce-overhead`` leaves it out), one argument with ``ranks="lockstep"``, FULL and PIECEWISE; beside
+FULL, in the same rounds, the replay of its graph and nothing else. Then mixed steps with sizes that recur, compared
+with eager and between the ranks; then ``CausalLM`` beside the model's own ``generate``. Each figure is printed as soon
+as it is there. The process ends without ``close()``. ``--smoke`` runs tiny sizes over gloo on a CPU.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import random
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -23,7 +24,7 @@ from torch import distributed
 
 import graphpass as gp
 from graphpass.text import CausalLM
-from tests.bench.timing import gpu_or_cpu, parser_of, seconds, table_of, write_json
+from tests.bench.timing import gpu_or_cpu, parser_of, seconds, write_json
 
 READY_S, ROUNDS, PIECES = 90, 15, "torch.nn.functional.scaled_dot_product_attention"
 
@@ -66,9 +67,17 @@ def decoder(layers: int, width: int, device: torch.device) -> Any:
     return auto.from_pretrained(path, distributed_config=plan, dtype=torch.bfloat16).to(device).eval()
 
 
-def step_ms(step: Callable[[], Any], device: torch.device, calls: int) -> float:
-    """The median of some rounds."""
-    return statistics.median(seconds(step, device, calls=calls) for _ in range(ROUNDS)) * 1e3
+def steps_ms(steps: Mapping[str, Callable[[], Any]], device: torch.device, calls: int) -> dict[str, float]:
+    """Of each the median of some rounds, in which they take turns."""
+    rounds = [{name: seconds(step, device, calls=calls) for name, step in steps.items()} for _ in range(ROUNDS)]
+    return {f"{name} ms": statistics.median(of[name] for of in rounds) * 1e3 for name in steps}
+
+
+def raw_replay(fast: Any) -> Callable[[], None]:
+    """The replay of the only graph that a compiled model has."""
+    tables = gp.runtime_of(fast)._alive()
+    (entry,) = (entry for table in tables for key in table.descriptors() for entry in table.at(key))
+    return entry.graph.replay
 
 
 def mixed(model: Any, fast: Any, steps: int, device: torch.device) -> dict[str, Any]:
@@ -99,6 +108,7 @@ def tokens_a_second(generate: Callable[[], Sequence[Any]], device: torch.device)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = parser_of("two_gpus", __doc__, layers=None, width=None, steps=None)
+    parser.add_argument("--without-reduce-overhead", action="store_true")
     options = parser.parse_args(arguments)
     if torch.cuda.is_available() and not options.smoke:
         torch.cuda.set_device(distributed.get_node_local_rank())
@@ -108,6 +118,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = decoder(options.layers or (1 if small else 8), options.width or (64 if small else 2048), device)
     compiler, calls = ("aot_eager", 1) if small else ("inductor", 20)
     ids, found = torch.randint(512, (4, 1), device=device), dict[str, Any]()
+
+    def tell(what: str, figure: Any) -> None:
+        found[what] = figure
+        if distributed.get_rank() == 0:
+            Console(soft_wrap=True).print(f"{what}: {figure}", markup=False)
 
     def compiled(**given: Any) -> Any:
         return torch.compile(model, backend="cgpass", options={"ranks": "lockstep", "compiler": compiler, **given})
@@ -121,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with torch.inference_mode():
         expected = model(ids, use_cache=False).logits.clone()
         for name, make in forms.items():
-            if small and name == "reduce-overhead":
+            if name == "reduce-overhead" and (small or options.without_reduce_overhead):
                 continue
             called, start_s = make(), time.perf_counter()
             try:
@@ -129,13 +144,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     for _ in range(4):
                         logits = called(ids, use_cache=False).logits.clone()
             except TimeoutError:
-                found[name] = f"not ready within {READY_S} s"
+                tell(name, f"not ready within {READY_S} s")
                 continue
             torch.testing.assert_close(logits, expected, rtol=5e-2, atol=5e-2)
             ready_s = time.perf_counter() - start_s
-            found[name] = {"ms": step_ms(lambda: called(ids, use_cache=False), device, calls), "ready_s": ready_s}  # noqa: B023
+            steps = {"step": lambda: called(ids, use_cache=False)}  # noqa: B023
+            if name == "FULL":
+                steps["raw replay"] = raw_replay(called)
+            tell(name, {"ready s": ready_s, **steps_ms(steps, device, calls)})
         fast = torch.compile(model, backend="cgpass", dynamic=True, options={"ranks": "lockstep", "compiler": compiler})
-        found["mixed"] = mixed(model, fast, options.steps or (40 if small else 10_000), device)
+        tell("mixed", mixed(model, fast, options.steps or (40 if small else 10_000), device))
     prompts, new = [list(range(3, 3 + size)) for size in (5, 9)], 4 if small else 64
 
     def own() -> list[Any]:
@@ -143,13 +161,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return [model.generate(one, max_new_tokens=new, do_sample=False)[0, one.shape[1] :].tolist() for one in given]
 
     own_tokens = own()
-    found["generate, tokens/s"] = tokens_a_second(own, device)
+    tell("generate, tokens/s", tokens_a_second(own, device))
     engine = CausalLM(model, max_num_reqs=2, max_num_tokens=32, max_seq_len=128, ranks="lockstep")
     tokens = engine.generate(prompts, max_new_tokens=new)
-    found["tokens equal"] = tokens == own_tokens
-    found["CausalLM, tokens/s"] = tokens_a_second(lambda: engine.generate(prompts, max_new_tokens=new), device)
+    tell("tokens equal", tokens == own_tokens)
+    tell("CausalLM, tokens/s", tokens_a_second(lambda: engine.generate(prompts, max_new_tokens=new), device))
     if distributed.get_rank() == 0:
-        Console().print(table_of("Two GPUs", "what | found", found.items()))
         write_json(options.json, found)
     distributed.destroy_process_group()  # closes what holds its collectives
 
