@@ -1,13 +1,14 @@
 """Writes what the pages say from the code: ``python docs/generate.py``, or ``--check`` whether it is fresh.
 
-The guarantees are a committed page, and so are the tables of options, commands, reasons and packages, each between two
-marks of its page. Only a build writes the API and the tree of files, to ``docs/generated``.
+The guarantees are a committed page, and so are the tables of names, options, commands, reasons and packages, each
+between two marks of its page. Only a build writes the API in full and the tree of files, to ``docs/generated``.
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import inspect
 import itertools
 import re
@@ -46,7 +47,7 @@ PUBLIC_MODULES = (
     "cgpass",
 )
 API_HEAD = """\
-# API
+# API in full
 
 Each name is imported from the module in the title of its section. Modules behind these may move.
 """
@@ -70,6 +71,29 @@ def api_page() -> str:
     """A section for each public module, with all names that it exports."""
     sections = [f"## `{module}`\n\n```{{eval-rst}}\n.. automodule:: {module}\n```\n" for module in PUBLIC_MODULES]
     return "\n".join([API_HEAD, *sections])
+
+
+def api_block() -> str:
+    """For each public module the names that it exports, each with the first sentence of its docstring."""
+    lines = list[str]()
+    for name in PUBLIC_MODULES:
+        module = importlib.import_module(name)
+        lines += [f"## `{name}`", "", "| name | is |", "|---|---|"]
+        lines += [f"| {_named(module, public)} |" for public in sorted(module.__all__)]
+        lines += [""]
+    return "\n".join(lines).rstrip()
+
+
+def _named(module: Any, public: str) -> str:
+    """A name with its parameters, linked to its file, and what it is."""
+    value = getattr(module, public)
+    code = getattr(value, "__module__", None) if inspect.isclass(value) or inspect.isfunction(value) else None
+    if code is None or not code.startswith(("graphpass", "cgpass")):
+        shown = re.sub(r"[\w.]+\.(?=\w)", "", str(value)).replace("|", "\\|")
+        return f"`{public}` | {'a tuple of rules' if isinstance(value, tuple) else f'`{shown}`'}"
+    taken = f"({', '.join(inspect.signature(value).parameters)})" if inspect.isfunction(value) else ""
+    file = Path(inspect.getsourcefile(value) or "").relative_to(ROOT)
+    return f"[`{public}{taken}`](../{file}) | {_first_sentence(inspect.getdoc(value) or '')}"
 
 
 def guarantees_page() -> str:
@@ -99,7 +123,7 @@ def tree_page() -> str:
     lines = TREE_HEAD.splitlines()
     for folder, files in _folders():
         lines += ["", f"## {folder}", ""]
-        lines += [f"- `{file.name}`: {_first_sentence(file)}" for file in files]
+        lines += [f"- `{file.name}`: {_first_sentence(_docstring_of(file))}" for file in files]
     return "\n".join(lines) + "\n"
 
 
@@ -110,8 +134,11 @@ def _folders() -> Iterator[tuple[str, list[Path]]]:
             yield str(folder.relative_to(ROOT)), [file for file in files if file.parent == folder]
 
 
-def _first_sentence(file: Path) -> str:
-    text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+def _docstring_of(file: Path) -> str:
+    return ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+
+
+def _first_sentence(text: str) -> str:
     sentence = " ".join(text.partition("\n\n")[0].split()).partition(". ")[0].rstrip(".")
     return re.sub(r":\w+:`([^`]+)`", r"`\1`", sentence).replace("``", "`")
 
@@ -182,11 +209,14 @@ def reasons_block() -> str:
 
 def packages_block() -> str:
     """Each package with the first sentence of its docstring."""
-    rows = [f"| `{folder}` | {_first_sentence(ROOT / folder / '__init__.py')} |" for folder, _ in _folders()]
+    rows = [
+        f"| `{folder}` | {_first_sentence(_docstring_of(ROOT / folder / '__init__.py'))} |" for folder, _ in _folders()
+    ]
     return "\n".join(["| package | holds |", "|---|---|", *rows])
 
 
 BLOCKS: Mapping[str, Callable[[], str]] = {
+    "api.md": api_block,
     "architecture.md": packages_block,
     "command_line.md": commands_block,
     "concepts/keys.md": reasons_block,
