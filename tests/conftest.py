@@ -10,12 +10,13 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.combinations import each_row_once
+from tests.order import costliest_first, left_to_accept, write_costs
 
 if TYPE_CHECKING:
     import torch
@@ -67,18 +68,27 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-combinations", action="store_true", help="run tests with every combination of parameters")
+    parser.addoption("--write-costs", action="store_true", help="write down what each file takes")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if config.option.write_costs:
+        reports = [report for of_kind in terminalreporter.stats.values() for report in of_kind]
+        write_costs(report for report in reports if isinstance(report, pytest.TestReport))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out combinations of parameters, and skip what needs a GPU where there is none.
+    """Leave out acceptance tests and combinations of parameters, and skip what needs a GPU where there is none.
 
     torch is imported only if some test asks. A run that chooses tests, by marks or by name, has all combinations.
     """
     is_default = config.option.markexpr in config.getini("addopts") and not any("::" in name for name in config.args)
     if is_default and not config.option.all_combinations:
-        taken = each_row_once(items)
+        left_out = left_to_accept(items, config.args)
+        taken = each_row_once(item for item in items if item not in left_out)
         config.hook.pytest_deselected(items=[item for item in items if item not in taken])
         items[:] = [item for item in items if item in taken]
+    items[:] = costliest_first(items)
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if not marked:
         return

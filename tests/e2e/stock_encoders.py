@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers as hf
 
 Tensors = dict[str, torch.Tensor]
 Inputs = Callable[[int, int], Tensors]
@@ -34,7 +33,7 @@ class StockEncoder:
 
 def stock(name: str, of: str, config: str, settings: dict[str, Any]) -> Any:
     """A model of transformers; ``of`` is its module below ``transformers.models`` where ``transformers`` lacks it."""
-    module = of if not of or "." in of else f"{of}.modeling_{of}"
+    hf, module = importlib.import_module("transformers"), of if not of or "." in of else f"{of}.modeling_{of}"
     kind = getattr(importlib.import_module(f"transformers.models.{module}") if module else hf, name)
     return kind((getattr(hf, config) if config else kind.config_class)(**settings))
 

@@ -110,33 +110,6 @@ def test_hooks_of_blocks_are_the_towers(stock: Tower, comes_late: bool) -> None:
     assert hook.calls == 2
 
 
-@GRIDS
-def test_another_default_device(stock: Tower) -> None:
-    tower = stock.build(CPU)
-    adapter, items = adapter_for(tower, **stock.options), stock.items(tower, SIZES)
-    expected = stock.stock(tower, items)
-    with torch.device("meta"):
-        manager = captured(adapter, token_budgets=(64, 256))
-        found = manager.execute(items)
-        chosen = adapter.select_encoder_cudagraph_items(items, [2, 0])
-    assert_same(found, expected)
-    assert chosen["grid_thw"].tolist() == [[2, 12, 14], [1, 16, 16]]
-    manager.clear()
-
-
-def test_images_and_clips_are_not_copied_to_choose_among_them() -> None:
-    tower = QWEN3_VL.build(CPU)
-    images, clips = (QWEN3_VL.items(tower, sizes) for sizes in ([(1, 4, 4), (1, 0, 4), (1, 2, 2)], [(2, 4, 4)]))
-    items = {**images, "pixel_values_videos": clips["pixel_values"], "video_grid_thw": clips["image_grid_thw"]}
-    adapter = adapter_for(tower, **QWEN3_VL.options)
-    of = [adapter.select_encoder_cudagraph_items(items, [index])["pixel_values"] for index in range(4)]
-    assert [len(patches) for patches in of] == [16, 0, 4, 32]
-    starts = [patches.data_ptr() for patches in of if len(patches)]
-    width = images["pixel_values"].stride(0) * images["pixel_values"].element_size()
-    first, clip = images["pixel_values"].data_ptr(), clips["pixel_values"].data_ptr()
-    assert starts == [first, first + 16 * width, clip]
-
-
 class OwnImageAttention(torch.nn.Module):
     """An attention of somebody's own, over all rows of an image."""
 
@@ -158,11 +131,6 @@ def own_attention(layer: Any) -> None:
     layer.self_attn = OwnImageAttention(layer.self_attn)
 
 
-def wrapped_forward(layer: Any) -> None:
-    inner = layer.forward
-    layer.forward = lambda *args, **named: inner(*args, **named)
-
-
 def hook_on_the_first_position(layer: Any) -> None:
     def zero_first(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
         output = output.clone()
@@ -172,14 +140,8 @@ def hook_on_the_first_position(layer: Any) -> None:
     layer.mlp.register_forward_hook(zero_first)
 
 
-def hook_that_averages(layer: Any) -> None:
-    layer.mlp.register_forward_hook(lambda module, args, output: output + output.mean(1, keepdim=True))
-
-
 @pytest.mark.parametrize("stock", [pytest.param(SIGLIP, marks=pytest.mark.soak), CLIP], ids=str)
-@pytest.mark.parametrize(
-    "change", [own_attention, wrapped_forward, hook_on_the_first_position, hook_that_averages], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("change", [own_attention, hook_on_the_first_position], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["plain", "compiled"])
 def test_images_of_a_changed_tower_do_not_see_each_other(stock: Tower, change: Any, compiles: bool) -> None:
     """What somebody has put into a block may look at all rows that it is given: those of one image."""

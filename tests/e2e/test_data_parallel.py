@@ -160,6 +160,7 @@ def test_a_program_with_captured_collectives_ends(how: str) -> None:
     assert ended.stdout == "closed", "graphs go before the communicators, which wait for them"
 
 
+@pytest.mark.route("ranks")
 def test_a_decoder_by_tp_plan_has_the_tokens_of_its_own_generate_on_two_ranks(
     four: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -23,8 +23,6 @@ from tests.e2e.decoder_classes import (
 from tests.e2e.greedy import continued
 from tests.e2e.small_decoders import decoder_classes
 
-pytest.importorskip("transformers")
-
 FEWEST_BUILT = 40
 FEW = {
     "GPT2LMHeadModel": ("equal", ""),

@@ -6,14 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 
 from graphpass.errors import OptionError
 from graphpass.text import CausalLM
 from tests.e2e import greedy
 from tests.e2e.hugging_face import far_from_initial
-
-transformers = pytest.importorskip("transformers")
 
 VOCABULARY, TRAINED = 96, 24
 SMALL = {
@@ -42,6 +39,7 @@ PROMPTS = [[5, 7, 11], [3] * 7 + [9] * 6, list(range(1, 10)), [50], [60, 61, 62,
 
 def made(family: str, **config: Any) -> Any:
     """A small seeded decoder."""
+    transformers = pytest.importorskip("transformers")
     of_family = getattr(transformers, f"{family}Config")(**{**SMALL, **config})
     model = getattr(transformers, f"{family}ForCausalLM")(of_family)
     far_from_initial(model, fan=lambda weight: weight.shape[-1])
@@ -79,24 +77,3 @@ def test_rotary_frequencies_up_to_the_length_of_training() -> None:
         CausalLM(model, max_seq_len=TRAINED + 1, **SIZES)
     lm.close()
     assert continued(model, PROMPTS[-1:], 20) == across
-
-
-def check_compiled(family: str, config: dict[str, Any], lengths: Sequence[int]) -> None:
-    model, stock = (made(family, num_hidden_layers=1, **config) for _ in range(2))
-    compiled = torch.compile(model, backend="cgpass", options={"compiler": "aot_eager"})
-    seeded = torch.Generator().manual_seed(0)
-    for length in lengths:
-        ids = torch.randint(VOCABULARY, (1, length), generator=seeded)
-        with torch.no_grad():
-            found, expected = (net(input_ids=ids, use_cache=False).logits for net in (compiled, stock))
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.soak
-def test_rotary_frequencies_across_the_length_of_training_with_one_argument() -> None:
-    check_compiled("Llama", {"rope_parameters": LONGROPE}, (9, TRAINED + 1, 9, TRAINED + 1))
-
-
-@pytest.mark.soak
-def test_experts_with_one_argument() -> None:
-    check_compiled("Mixtral", EXPERTS, (9, TRAINED, 9, TRAINED + 1, TRAINED + 1, 9, TRAINED))

@@ -73,8 +73,17 @@ CHECKS: dict[str, Callable[[Namespace], Any]] = {
 }
 
 
+ROUTES = {
+    "t5": pytest.mark.route("one argument"),
+    "qwen3": pytest.mark.route("CausalLM"),
+    "qwen3_vl": pytest.mark.route("attach"),
+    "peft": pytest.mark.route("PEFT"),
+}
+
+
 def marked(page: GalleryPage) -> Any:
-    return pytest.param(page, id=page.name, marks=[pytest.mark.cuda] if page.needs_gpu else [])
+    marks = [pytest.mark.cuda] if page.needs_gpu else [ROUTES[page.name]] if page.name in ROUTES else []
+    return pytest.param(page, id=page.name, marks=marks)
 
 
 @pytest.mark.parametrize("page", [marked(page) for page in PAGES.values()])

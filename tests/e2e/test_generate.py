@@ -19,11 +19,9 @@ from graphpass.serving.batch import Batch
 from graphpass.serving.manager import CudaGraphManager
 from graphpass.text import CausalLM, Generation, PagedAttention, PagedRequests, Request
 from graphpass.text.causallm import default_capture_sizes
-from tests.e2e.greedy import NEAR_TIE, Reference, References, continued
+from tests.e2e.greedy import NEAR_TIE, References, continued
 from tests.e2e.hugging_face import far_from_initial
 from tests.unit.serving.test_manager_capture import GrowingRuntime
-
-transformers = pytest.importorskip("transformers")
 
 VOCABULARY, LAYERS, MAX_LENGTH = 256, 2, 64
 CONFIG = {
@@ -50,6 +48,7 @@ WHOLE_LADDER: dict[str, Any] = {"capture_sizes": [1, 2, 4, 8, 16, 32], "seq_len_
 
 def make_model(name: str, device: str = "cpu") -> torch.nn.Module:
     """A decoder with seeded weights far from the initial ones, so that its logits differ from each other."""
+    transformers = pytest.importorskip("transformers")
     family, config = {**MODELS, **SOFT_CAPPED}[name]
     made = getattr(transformers, f"{family}Config")(**CONFIG, **config)
     model: torch.nn.Module = getattr(transformers, f"{family}ForCausalLM")(made).eval()
@@ -228,14 +227,6 @@ def test_every_key_is_reached_and_every_batch_replays(mode: str, decoders: Decod
     assert not stats.fallbacks
 
 
-@pytest.mark.soak
-def test_above_the_largest_size_the_reason_says_so(decoders: Decoders) -> None:
-    manager = decoders(capture_sizes=[1, 4, 8]).manager
-    manager.capture()
-    assert run_batch(manager, [9], [9]).shape == (1,)
-    assert dict(manager.stats().fallbacks) == {DispatchReason.TOO_LARGE: 1}
-
-
 def test_no_key_is_made_that_no_batch_reaches(decoders: Decoders) -> None:
     keys = decoders(**WHOLE_LADDER).manager.dispatcher.keys
     assert sorted(key.num_tokens for key in keys[CUDAGraphMode.PIECEWISE]) == [2, 4, 8, 16, 32]
@@ -338,40 +329,6 @@ def test_default_capture_sizes(largest: int, sizes: list[int]) -> None:
 
 
 # -- the loop --------------------------------------------------------------------------------------------------------
-
-
-def expected_until(reference: Reference, eos: set[int]) -> list[int]:
-    ends = [at for at, token in enumerate(reference.tokens) if token in eos]
-    return reference.tokens[: ends[0] + 1] if ends else reference.tokens
-
-
-def test_an_end_token_ends_its_request(decoders: Decoders, references: References) -> None:
-    known = references.of("llama")
-    # Tokens that come early, in the middle and never.
-    eos = {known[0].tokens[0], known[1].tokens[-1], *known[2].tokens[1:2]}
-    lm = decoders(mode="NONE")
-    found = lm.generate(PROMPTS, max_new_tokens=NEW_TOKENS, eos_token_id=sorted(eos), progress=False, run_ahead=True)
-    assert found == [expected_until(reference, eos) for reference in known]
-    assert sum(map(len, found)) < sum(NEW_TOKENS)
-    assert all_pages_are_free(lm.manager)
-
-
-def test_requests_arrive_over_time(decoders: Decoders, references: References) -> None:
-    lm = decoders(mode="FULL_AND_PIECEWISE")
-    lm.capture()
-    requests = [Request.of(str(i), PROMPTS[i], NEW_TOKENS[i]) for i in range(12)]
-    found: dict[Request, list[int]] = {}
-    ended = []
-    with Generation(lm.manager, run_ahead=True) as generation:
-        waiting = list(requests)
-        while waiting or not generation.is_done():
-            if waiting:
-                generation.add(waiting.pop(0))
-            for new in generation.step():
-                found.setdefault(new.request, []).append(new.token)
-                ended += [new.request] if new.is_last else []
-    assert sorted(ended, key=requests.index) == requests
-    references.check([found[request] for request in requests], "llama")
 
 
 def test_nothing_is_captured_when_one_request_cannot_run(decoders: Decoders) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ import torch
 import cgpass
 import graphpass as gp
 from graphpass import BatchDescriptor, CUDAGraphMode
-from graphpass.compile import CompiledRegion
 from tests.e2e.hugging_face import (
     CPU,
     CPU_BF16,
@@ -147,41 +144,11 @@ def compiled_for(
     return compiled
 
 
-@pytest.mark.parametrize(("name", "compiler", "place"), table((("llama", "vit"), "eager", CPU)))
-def test_static_compiles_agree_in_every_mode(name: str, compiler: str, place: Place) -> None:
-    """Each size is a callable of its own, with a graph of its own in each mode."""
-    stock = STOCK[name]
-    num_layers = stock.depth or 1
-    model = stock.build(place, num_layers)
-    # Each costs a trace, and one compiler at least sees a second one.
-    sizes = stock.sizes[:1] if (compiler, place) == ("eager", CPU) else stock.sizes[:2]
-    with gp.GraphRuntime() as runtime, torch.inference_mode():
-        compiled = compiled_for(stock, model, compiler, runtime, dynamic=False)
-        for index, size in enumerate(sizes):
-            key = BatchDescriptor(math.prod(size), num_reqs=size[0])
-            batches = [stock.batch(place, size, seed) for seed in (CAPTURE_SEED, REPLAY_SEED)]
-            for mode in (CUDAGraphMode.NONE, PIECEWISE, FULL):
-                with gp.set_forward_context(runtime_mode=mode, batch_descriptor=key):
-                    with runtime.capturing():
-                        agree(compiled(**batches[0]), model(**batches[0]), place)
-                    agree(compiled(**batches[1]), model(**batches[1]), place)
-            assert_counts(runtime, f"g{index}", num_layers, {(PIECEWISE, key): 1, (FULL, key): 1})
-        assert runtime.stats().callables == len(sizes)
-        assert_split_at_attention(runtime, num_layers)
-
-
-@pytest.mark.parametrize(("name", "compiler", "place"), table((("vit",), "eager", CPU)))
-def test_graphed_full_agrees_at_every_size(name: str, compiler: str, place: Place) -> None:
-    assert_graphed_agrees(STOCK[name], compiler, place, FULL)
-
-
+@pytest.mark.parametrize("mode", [FULL, PIECEWISE])
 @pytest.mark.parametrize(("name", "compiler", "place"), table((("llama", "minilm"), "eager", CPU)))
-def test_graphed_piecewise_agrees_at_every_size(name: str, compiler: str, place: Place) -> None:
-    assert_graphed_agrees(STOCK[name], compiler, place, PIECEWISE)
-
-
-def assert_graphed_agrees(stock: Stock, compiler: str, place: Place, mode: CUDAGraphMode) -> None:
+def test_graphed_agrees_at_every_size(name: str, compiler: str, place: Place, mode: CUDAGraphMode) -> None:
     """At the sizes of the table, and above the largest key, where it runs without a graph."""
+    stock = STOCK[name]
     num_layers = depth(stock, compiler, place)
     model = stock.build(place, num_layers)
     fast = graphed(stock, model, mode, compiler)
@@ -202,44 +169,9 @@ def assert_graphed_agrees(stock: Stock, compiler: str, place: Place, mode: CUDAG
     fast.close()
 
 
-@contextmanager
-def region_calls() -> Iterator[Counter[str]]:
-    """Count the calls of compiled regions, whoever makes them."""
-    counted: Counter[str] = Counter()
-    call = CompiledRegion.__call__
-
-    def counting(region: CompiledRegion, *args: Any) -> Any:
-        counted["region"] += 1
-        return call(region, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CompiledRegion, "__call__", counting)
-        yield counted
-
-
-@pytest.mark.parametrize(
-    ("name", "mode", "place"),
-    [
-        *cases([("bert", PIECEWISE, CPU)], ("bert", "minilm"), (PIECEWISE, FULL), (CPU,)),
-        *cases([], ("minilm",), (PIECEWISE, FULL), (CUDA_F16,)),
-    ],
-)
-def test_no_python_of_a_captured_region_runs_in_a_replay(name: str, mode: CUDAGraphMode, place: Place) -> None:
-    """Each graph takes one warm-up and one recording of each region that it holds; and the example is called once."""
-    stock = STOCK[name]
-    num_layers = stock.depth or 2
-    fast = graphed(stock, stock.build(place, num_layers), mode, "eager")
-    with region_calls() as counted:
-        fast.capture(**stock.batch(place, stock.sizes[-1]))
-    captures, num_regions = fast.runtime.stats().captured, num_layers + 1
-    assert counted["region"] == 2 * captures * (num_regions if mode is FULL else 1) + num_regions
-    for size in stock.sizes:  # the first padded call of a key is compared with a run without padding
-        fast(**stock.batch(place, size))
-    with region_calls() as counted:
-        for size in stock.sizes:
-            fast(**stock.batch(place, size))
-    assert counted["region"] == 0
-    fast.close()
+@pytest.mark.route("graphed")
+def test_graphed_agrees() -> None:
+    test_graphed_agrees_at_every_size("vit", "eager", CPU, FULL)
 
 
 def graphed(
@@ -254,47 +186,6 @@ def graphed(
         padding=dict.fromkeys({"attention_mask"} & {*stock.inputs}, 0),
         on_fallback="silent",
     )
-
-
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    [("vit", FULL), *(pytest.param("llama", mode, marks=pytest.mark.soak) for mode in (PIECEWISE, FULL))],
-)
-def test_size_one_is_a_callable_of_its_own(name: str, mode: CUDAGraphMode) -> None:
-    stock = STOCK[name]
-    model = stock.build(CPU, 1)
-    fast = graphed(stock, model, mode, "eager", capture_sizes={**stock.ladder, "num_reqs": [1, 3]})
-    for num_reqs in (1, 2, 1, 3, 1):
-        batch = stock.batch(CPU, (num_reqs, *stock.sizes[0][1:]), REPLAY_SEED)
-        with torch.inference_mode():
-            expected = model(**batch)
-        agree(fast(**batch), expected, CPU)
-    assert_split_at_attention(fast.runtime, 1)
-    assert fast.runtime.stats().callables == 2
-    seq_len = 8 if len(stock.ladder) == 2 else 1
-    callable_of = {}
-    for (region, _, key), counted in fast.runtime.counts().items():
-        assert (counted.captured, counted.replayed) == ((1, 2) if key.num_tokens == seq_len else (1, 1))
-        callable_of.setdefault(key.num_tokens // seq_len, set()).add(region.partition(".")[0])
-    assert sorted(callable_of) == [1, 3]
-    assert callable_of[1].isdisjoint(callable_of[3])
-    fast.close()
-
-
-# Compile-once: what these numbers are depends on the structural key, nothing else here does.
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "llama" else pytest.mark.soak) for name in STOCK]
-)
-def test_layers_of_one_structure_are_compiled_once(name: str) -> None:
-    """The first region, the two between layers, and the last: four regions, three artifacts."""
-    stock = STOCK[name]
-    num_layers = stock.depth or 3
-    with gp.GraphRuntime() as runtime, torch.inference_mode():
-        compiled = compiled_for(stock, stock.build(CPU, num_layers), "eager", runtime, dynamic=True)
-        with gp.set_forward_context():
-            compiled(**stock.batch(CPU, stock.sizes[0]))
-        assert_split_at_attention(runtime, num_layers)
-        assert runtime.compiled() == 3
 
 
 def test_the_mask_shares_the_declared_dimensions() -> None:
@@ -323,24 +214,3 @@ def test_masks_and_far_tokens_matter(name: str) -> None:
             before = model(**batch).last_hidden_state[0, -1]
             after = model(**{**batch, argument: changed}).last_hidden_state[0, -1]
         assert difference(after, before) > 1000 * CPU.tolerance, argument
-
-
-@pytest.mark.parametrize(
-    "op",
-    [
-        pytest.param(SDPA, marks=pytest.mark.soak),
-        "transformers.integrations.sdpa_attention.sdpa_attention_forward",
-        pytest.param("transformers.models.llama.modeling_llama.LlamaAttention", marks=pytest.mark.soak),
-    ],
-)
-def test_attention_is_split_off_by_the_name_of_a_callable(op: str) -> None:
-    """The operator, Hugging Face's own attention function, or the module that calls it: both are inlined by Dynamo."""
-    stock = STOCK["llama"]
-    model = stock.build(CPU, 2)
-    with gp.GraphRuntime() as runtime, torch.inference_mode():
-        options = cgpass.options(splitting_ops=[op], compiler="eager", runtime=runtime)
-        compiled = torch.compile(model, backend="cgpass", dynamic=True, options=options)
-        batch = stock.batch(CPU, stock.sizes[0])
-        agree(compiled(**batch), model(**batch), CPU)
-        assert_split_at_attention(runtime, 2)
-        assert runtime.compiled() == 3

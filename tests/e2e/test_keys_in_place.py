@@ -15,8 +15,6 @@ from tests.e2e.greedy import continued
 from tests.e2e.small_decoders import small_decoder
 from tests.unit.text.paged_reference import attend_by
 
-pytest.importorskip("transformers")
-
 
 def flash_by_mask(
     query: torch.Tensor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import random
 import sys
 from collections.abc import Iterable
@@ -9,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from tests.e2e.encoder_table import PAGE, TORCH, TRANSFORMERS, measured, row_of, rows_of_page
 from tests.e2e.one_argument import compare
@@ -24,7 +24,7 @@ RAGGED = (
 RAGGED_IN_EVERY_RUN, IN_EVERY_RUN = ("BertModel", "ConvNextModel"), ("MPNetModel", "Aimv2VisionModel")
 LARGEST, NUM_BATCHES, MAX_GRAPHS_WHERE_PROVED = 33, 40, 14
 FEWEST_ENCODERS = 40
-IS_VERSION_OF_PAGE = torch.__version__.startswith(TORCH) and transformers.__version__ == TRANSFORMERS
+IS_VERSION_OF_PAGE = torch.__version__.startswith(TORCH) and importlib.metadata.version("transformers") == TRANSFORMERS
 
 pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
 

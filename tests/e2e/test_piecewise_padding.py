@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AttentionInterface
 
 import graphpass as gp
 from graphpass.regions import OpCall, PaddedValue, register_padding_rule
@@ -68,6 +67,8 @@ def model_that(splits: str) -> tuple[nn.Module, Any, list[str]]:
     encoder = ENCODERS["BertModel" if splits == "masked attention" else "ViTModel"]
     model, inputs = encoder.build(), encoder.inputs
     if splits == "opaque op with a rule":
+        from transformers import AttentionInterface
+
         AttentionInterface.register("graphpasstest_stock", opaque_attention)
         model.set_attn_implementation("graphpasstest_stock")
         return model, inputs, [ATTEND]

@@ -13,8 +13,6 @@ import graphpass as gp
 from tests.bench.bucketed_runners import BucketedRunner, HifiGanRunner
 from tests.bench.ragged_audio import SOUNDS, _difference, built, first_tensor, main
 
-pytest.importorskip("transformers")
-
 
 def results(name: str, runner_of: type[BucketedRunner] | None = None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Of a runner and of eager, for calls of which some come after a longer one of their bucket."""

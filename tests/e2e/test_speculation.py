@@ -19,8 +19,6 @@ from graphpass.text.scheduler import Ints
 from tests.e2e.greedy import Reference, References, continued
 from tests.e2e.test_generate import MAX_LENGTH, MODES, SIZES, VOCABULARY, all_pages_are_free, make_model
 
-transformers = pytest.importorskip("transformers")
-
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 LADDER: dict[str, Any] = {"capture_sizes": [8, 32], "seq_len_buckets": [32]}
 

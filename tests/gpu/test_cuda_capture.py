@@ -13,25 +13,12 @@ from torch.profiler import ProfilerActivity, profile
 import cgpass
 import graphpass as gp
 from graphpass.capture.staging import copy_each
-from tests.gpu.shared import COMPILERS, FULL, PIECEWISE, call, capture, free_memory_stays, fresh_op, graph_of, wrap
+from tests.gpu.shared import FULL, PIECEWISE, call, capture, free_memory_stays, graph_of, wrap
 from tests.observed import reported_regions
-from tests.threads import in_threads
 
 pytestmark = pytest.mark.cuda
 
 WORKSPACE_CACHE = "TORCH_CUBLAS_WORKSPACE_CACHE"
-
-
-def test_a_replay_computes_what_eager_does(cuda: torch.device) -> None:
-    with gp.GraphRuntime() as runtime:
-        wrapper = wrap(lambda x, w: (x @ w).relu(), runtime)
-        weight = torch.randn(64, 64, device=cuda)
-        capture(runtime, wrapper, 8, torch.randn(8, 64, device=cuda), weight)
-        for _ in range(5):
-            x = torch.randn(8, 64, device=cuda)
-            assert torch.equal(call(wrapper, 8, x, weight), (x @ weight).relu())
-        (counts,) = runtime.counts().values()
-        assert (counts.warmed, counts.captured, counts.replayed) == (1, 1, 6)
 
 
 def test_close_gives_the_pool_back_and_capture_works_again(cuda: torch.device) -> None:
@@ -60,17 +47,6 @@ def test_a_ladder_shares_one_pool(cuda: torch.device) -> None:
         for n in [*sizes, *reversed(sizes)]:
             x = inputs[n]
             torch.testing.assert_close(call(wrapper, n, x), ((x * 2).sin() + 1).cos() @ x.mT)
-
-
-def test_outputs_are_clones_or_views_of_the_pool(cuda: torch.device) -> None:
-    for outputs in ("clone", "view"):
-        with gp.GraphRuntime() as runtime:
-            wrapper = wrap(lambda x: (x + 1, (x + 1)[1:]), runtime, outputs=outputs)
-            x = torch.zeros(4, device=cuda)
-            first, _ = capture(runtime, wrapper, 4, x)
-            kept = first.clone()
-            call(wrapper, 4, x + 5)
-            assert torch.equal(first, kept) == (outputs == "clone")
 
 
 def test_mutated_inputs_and_rng_are_as_eager_leaves_them(cuda: torch.device) -> None:
@@ -107,40 +83,6 @@ def test_an_explicit_generator_is_advanced_by_replays(cuda: torch.device) -> Non
         found += [call(wrapper, 1, x, generator) for _ in range(2)]
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("failure", ["item", "raise", "interrupt", "nonzero", "memory"])
-def test_a_failed_capture_leaves_nothing(cuda: torch.device, failure: str) -> None:
-    def body(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        state.add_(1)
-        y = x * 2
-        if failing:
-            if failure == "item":
-                y = y * float(y.sum().item())
-            elif failure == "raise":
-                raise ValueError("a bug of the model")
-            elif failure == "interrupt":
-                raise KeyboardInterrupt
-            elif failure == "nonzero":
-                y = y[y.nonzero()[:, 0]]
-            else:
-                torch.empty(1 << 50, device=x.device)
-        return y
-
-    failing = True
-    x, state = torch.ones(8, device=cuda), torch.zeros(2, device=cuda)
-    with gp.GraphRuntime() as runtime:
-        wrapper = wrap(body, runtime, mutated_inputs=[1])
-        with pytest.raises(KeyboardInterrupt if failure == "interrupt" else gp.errors.CaptureError):
-            capture(runtime, wrapper, 8, x, state)
-        assert torch.equal(state, torch.zeros(2, device=cuda))
-        assert not torch.cuda.is_current_stream_capturing()
-        assert runtime.stats().captured == 0
-        failing = False
-        assert torch.equal(wrapper(x, state), x * 2)
-        assert torch.equal(capture(runtime, wrapper, 8, x, state), x * 2)
-        assert torch.equal(call(wrapper, 8, x + 1, state), (x + 1) * 2)
-        assert torch.equal(state, torch.full((2,), 3.0, device=cuda))
 
 
 def test_a_region_without_kernels_is_captured_without_a_warning(cuda: torch.device) -> None:
@@ -181,118 +123,6 @@ def test_a_failed_capture_leaves_random_numbers_to_eager_calls(cuda: torch.devic
         found += [torch.rand(3, device=cuda), torch.rand(3, device=cuda, generator=own)]
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one, other)
-
-
-def test_a_replay_is_ordered_after_the_callers_work_on_any_stream(cuda: torch.device) -> None:
-    with gp.GraphRuntime() as runtime:
-        wrapper = wrap(lambda x: x + 1, runtime)
-        capture(runtime, wrapper, 4, torch.zeros(1 << 20, device=cuda))
-        streams = [torch.cuda.Stream() for _ in range(3)]
-        outputs = []
-        for step in range(12):
-            with torch.cuda.stream(streams[step % 3]):
-                x = torch.zeros(1 << 20, device=cuda)
-                for _ in range(step):
-                    x.add_(1)
-                outputs.append(call(wrapper, 4, x))
-        torch.cuda.synchronize()
-        for step, output in enumerate(outputs):
-            assert torch.equal(output, torch.full_like(output, step + 1))
-
-
-def test_threads_take_turns(cuda: torch.device) -> None:
-    with gp.GraphRuntime() as runtime:
-        wrapper = wrap(lambda x: (x * 3).sum(0), runtime)
-        capture(runtime, wrapper, 64, torch.ones(64, 64, device=cuda))
-
-        def work(seed: int) -> None:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for step in range(50):
-                    x = torch.full((64, 64), float(seed * 100 + step), device=cuda)
-                    assert torch.equal(call(wrapper, 64, x), (x * 3).sum(0))
-
-        in_threads(work)
-        (counts,) = runtime.counts().values()
-        assert counts.replayed == 201
-
-
-@torch.library.custom_op("graphpass_gpu::scale", mutates_args=("out",))
-def scale(x: torch.Tensor, out: torch.Tensor) -> None:
-    out.copy_(x.softmax(-1))
-
-
-@fresh_op("graphpass_gpu::fresh")
-def fresh(x: torch.Tensor) -> torch.Tensor:
-    return x.softmax(-1)
-
-
-scale.register_fake(lambda x, out: None)
-
-
-class Decoder(torch.nn.Module):
-    """Layers with an eager op in each, in place or fresh."""
-
-    def __init__(self, in_place: bool, num_layers: int = 4, width: int = 64) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList([torch.nn.Linear(width, width) for _ in range(2 * num_layers)])
-        self.in_place = in_place
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for first, second in zip(self.layers[::2], self.layers[1::2], strict=True):
-            q = first(x)
-            if self.in_place:
-                mixed = torch.empty_like(q)
-                torch.ops.graphpass_gpu.scale(q, mixed)
-            else:
-                mixed = torch.ops.graphpass_gpu.fresh(q)
-            x = x + second(mixed).relu()
-        return x
-
-
-@COMPILERS
-@pytest.mark.parametrize("in_place", [True, False], ids=["in_place", "fresh"])
-@pytest.mark.parametrize("outputs", ["clone", "view"])
-def test_piecewise_and_full_agree_with_eager(cuda: torch.device, compiler: str, in_place: bool, outputs: str) -> None:
-    model = Decoder(in_place).to(cuda).eval()
-    sizes = [16, 8, 4, 2]
-    with gp.GraphRuntime() as runtime, torch.inference_mode():
-        compiled = torch.compile(
-            model,
-            backend="cgpass",
-            dynamic=True,
-            options=cgpass.options(
-                splitting_ops=["graphpass_gpu::scale", "graphpass_gpu::fresh"],
-                capture_sizes=sizes,
-                dynamic_dims={"x": 0},
-                compiler=compiler,
-                outputs=outputs,
-                runtime=runtime,
-            ),
-        )
-        with runtime.capturing():
-            for mode in (PIECEWISE, FULL):
-                for n in sizes:
-                    x = torch.randn(n, 64, device=cuda)
-                    found = call(compiled, n, x, mode=mode)
-                    torch.testing.assert_close(found, model(x), rtol=1e-4, atol=1e-5)
-        replays = 0
-        for mode in (FULL, PIECEWISE, FULL):
-            for n in (2, 16, 4, 8, 8, 2):
-                x = torch.randn(n, 64, device=cuda)
-                for _ in range(2):
-                    expected = model(x)
-                    x = call(compiled, n, x, mode=mode)  # fed back as the next input
-                    torch.testing.assert_close(x, expected, rtol=1e-4, atol=1e-5)
-                    replays += mode is FULL
-        counts = {name: 0 for name, _, _ in runtime.counts()}
-        for (name, _, _), record in runtime.counts().items():
-            assert record.captured == 1
-            counts[name] += record.replayed
-        assert counts["g0.full"] == replays + len(sizes)
-        assert len(counts) == 6
-        # The weights are not copied: only inputs, and what eager regions return fresh.
-        staged = [record.copied / record.replayed for record in runtime.counts().values()]
-        assert max(staged) <= 2
 
 
 def test_a_cpu_tensor_in_the_middle_costs_one_split(cuda: torch.device) -> None:
@@ -389,21 +219,6 @@ def test_the_workspace_of_somebody_elses_graph_stays(cuda: torch.device) -> None
                     graph.replay()
                 torch.testing.assert_close(theirs, expected, rtol=2e-2, atol=2.0)
     torch._C._cuda_clearCublasWorkspaces()  # the runtimes have left theirs to torch
-
-
-def test_graphed_on_the_gpu(cuda: torch.device) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64)).to(cuda).eval()
-    fast = gp.graphed(model, capture_sizes=[1, 2, 4, 8, 16, 32], dynamic_dims={"input": 0})
-    fast.capture(torch.randn(32, 128, device=cuda))
-    kept = []
-    for n in (5, 1, 32, 7, 40, 16, 3):
-        x = torch.randn(n, 128, device=cuda)
-        with torch.inference_mode():
-            kept.append((fast(x), model(x)))
-    for found, expected in kept:
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    assert fast.runtime.stats().captured == 6, str(fast.report())
-    fast.close()
 
 
 @pytest.mark.filterwarnings("ignore:.*[Pp]rofiler:UserWarning")

@@ -16,9 +16,8 @@ from graphpass.encoder.attention import Pieces
 from graphpass.encoder.manager import EncoderCudaGraphManager
 from graphpass.encoder.options import EncoderOptions
 from tests.e2e.hugging_face import CUDA, CUDA_F32, Place, difference
-from tests.e2e.photographs import cut_photographs, processor_of
 from tests.e2e.test_encoder_adapters import assert_same
-from tests.e2e.towers import EACH_TOWER, QWEN3_VL, Tower
+from tests.e2e.towers import EACH_TOWER, Tower
 from tests.unit.encoder.test_encoder_attention import padded_pieces
 
 pytestmark = pytest.mark.cuda
@@ -96,20 +95,4 @@ def test_compiled_once_by_inductor(stock: Tower) -> None:
         items = stock.items(tower, stock.random_sizes(random.Random(seed)), seed)
         assert_same(manager.execute(items), stock.stock(tower, items), CUDA.tolerance)
     assert manager.runtime.compiled() == (1 if stock.has_grids else 2), "a batch of one image has its own code"
-    manager.clear()
-
-
-@pytest.mark.parametrize("place", [CUDA], ids=str)
-def test_photographs(place: Place) -> None:
-    """A head of 72, as in the real tower."""
-    tower = QWEN3_VL.build(place, patch_size=16, hidden_size=144, num_heads=2)
-    manager = captured(QWEN3_VL, tower, (16, 64, 128), compile=False)
-    processor = processor_of(QWEN3_VL, tower, max_pixels=256 * 256)
-    seeded = random.Random(0)
-    for count in (1, 5, 6):
-        images = processor(images=cut_photographs(seeded, count), return_tensors="pt")
-        items = {"pixel_values": images["pixel_values"].to(place.device, place.dtype)}
-        items["image_grid_thw"] = images["image_grid_thw"]
-        assert_same(manager.execute(items), QWEN3_VL.stock(tower, items), place.tolerance)
-    assert manager.get_cumulative_stats().replays > 0
     manager.clear()

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import cgpass
 import graphpass as gp
 from graphpass.compat import operators
-from tests.gpu.shared import COMPILERS, FULL, PIECEWISE, call, capture, fresh_op, wrap
-from tests.unit.serving.models import Attends
+from tests.gpu.shared import COMPILERS, FULL, PIECEWISE, call, capture, fresh_op
 
 pytestmark = pytest.mark.cuda
 
 MODES = pytest.mark.parametrize("mode", [FULL, PIECEWISE], ids=str)
-
-
-@fresh_op("graphpass_gpu_guards::scaled")
-def scaled(x: torch.Tensor) -> torch.Tensor:
-    """Reads Python state that a graph freezes."""
-    return x * SCALE[0]
 
 
 @fresh_op("graphpass_gpu_guards::split")
@@ -43,7 +34,6 @@ def fails(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
-SCALE: list[float] = [1.0]
 TROUBLE: list[Callable[[torch.Tensor], Any]] = []
 
 
@@ -60,48 +50,6 @@ class Model(nn.Module):
 def compiled(model: nn.Module, runtime: gp.GraphRuntime, compiler: str, **options: Any) -> Any:
     given = cgpass.options(compiler=compiler, splitting_ops=["graphpass_gpu_guards::split"], runtime=runtime, **options)
     return torch.compile(model, backend="cgpass", options=given)
-
-
-@COMPILERS
-@MODES
-def test_compare_names_the_region(cuda: torch.device, compiler: str, mode: Any) -> None:
-    model, x = Model(scaled).to(cuda), torch.randn(8, 16, device=cuda)
-    with gp.GraphRuntime() as runtime:
-        SCALE[0] = 1.0
-        fast = compiled(model, runtime, compiler, compare=True)
-        capture(runtime, fast, 8, x, mode=mode)
-        for _ in range(3):
-            x = torch.randn(8, 16, device=cuda)
-            with torch.no_grad():
-                torch.testing.assert_close(call(fast, 8, x, mode=mode), model(x), atol=1e-4, rtol=1e-4)
-        SCALE[0] = 3.0
-        with pytest.raises(gp.errors.MismatchError, match=r"output 0 of g\d+\.r2 differs in a replay.*row 0"):
-            call(fast, 8, x, mode=mode)
-
-
-def test_a_view_that_is_alive_is_reported_and_overwritten(cuda: torch.device, caplog: pytest.LogCaptureFixture) -> None:
-    with gp.GraphRuntime() as runtime, caplog.at_level(logging.WARNING, "graphpass"):
-        wrapper = wrap(lambda x: x + 1, runtime, outputs="view", compare=True)
-        x = torch.zeros(8, device=cuda)
-        capture(runtime, wrapper, 8, x)
-        kept = call(wrapper, 8, x)
-        for _ in range(3):
-            call(wrapper, 8, x + 5)
-        assert "output 0 of f: a view is still held after a later replay overwrote it" in caplog.text
-        assert torch.equal(kept, torch.full((8,), 6.0, device=cuda))
-
-
-def test_what_the_context_hands_over_is_checked(cuda: torch.device) -> None:
-    with gp.GraphRuntime() as runtime:
-        wrapper = wrap(lambda x: x[gp.get_forward_context().slot_mapping] * gp.get_forward_context().extra, runtime)
-        x, slots = torch.randn(8, device=cuda), torch.arange(8, device=cuda)
-        capture(runtime, wrapper, 8, x, slot_mapping=slots, extra=2)
-        slots.copy_(slots.flip(0))
-        assert torch.equal(call(wrapper, 8, x, slot_mapping=slots, extra=2), x.flip(0) * 2)
-        with pytest.raises(gp.errors.StaticInputError, match="slot_mapping"):
-            call(wrapper, 8, x, slot_mapping=slots.clone(), extra=2)
-        with pytest.raises(gp.errors.CaptureError, match=r"extra of the forward context.*expected 2; found 3"):
-            call(wrapper, 8, x, slot_mapping=slots, extra=3)
 
 
 def out_of_memory(x: torch.Tensor) -> None:
@@ -156,27 +104,6 @@ def test_a_failed_capture_gives_everything_back(cuda: torch.device, failure: str
             torch.testing.assert_close(fast(x), want)
         capture(runtime, fast, 8, x, mode=mode)
         torch.testing.assert_close(call(fast, 8, x, mode=mode), want)
-
-
-@COMPILERS
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_padding_is_proved(cuda: torch.device, mode: str, compiler: str) -> None:
-    leaky = gp.graphed(lambda x: x - x.mean(0), [4, 8], {"x": 0}, mode=mode, compiler=compiler)
-    for size in (5, 3, 5, 3, 5):  # captured as they are
-        x = torch.randn(size, 16, device=cuda)
-        torch.testing.assert_close(leaky(x), x - x.mean(0), atol=1e-4, rtol=1e-4)
-    assert leaky.runtime.stats().replayed >= 2
-    leaky.close()
-    dims = {name: {0: "num_reqs", 1: "seq_len"} for name in ("x", "mask")}
-    fast = gp.graphed(
-        Attends(True), {"num_reqs": [2, 4], "seq_len": [4, 8]}, dims,
-        padding={"mask": False}, mode=mode, compiler=compiler,
-    )  # fmt: skip
-    for reqs, tokens in ((3, 5), (2, 3), (4, 8)) * 3:
-        x = torch.randn(reqs, tokens, 16, device=cuda)
-        got = fast(x, torch.ones(reqs, tokens, dtype=torch.bool, device=cuda))
-        torch.testing.assert_close(got, F.scaled_dot_product_attention(x, x, x), atol=1e-3, rtol=1e-3)
-    fast.close()
 
 
 # Names of replays in a profile of the GPU.

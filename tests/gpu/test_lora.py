@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from graphpass import BatchDescriptor, LoraKeys, set_forward_context
-from graphpass.text import CausalLM, LoraAdapters
-from tests.unit.text.adapted import NAMES, Adapted, Adapter, Merged, Mlp, key_kinds, mixes
+from graphpass.text import LoraAdapters
+from tests.unit.text.adapted import NAMES, Adapted, key_kinds, mixes
 
 pytestmark = pytest.mark.cuda
 
@@ -36,35 +36,6 @@ def test_every_mix_is_the_merged_model(mode: str, kind: str, compiler: str) -> N
     for seed, names in enumerate(mixes(NAMES)):
         adapted.check(names, seed, **CLOSE)
     assert adapted.captures() == captures
-    adapted.manager.close()
-
-
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_an_adapter_loaded_after_capture_is_served_without_another(mode: str) -> None:
-    adapted = Adapted(mode, LoraKeys(3, per_count=True), device="cuda")
-    captures, addresses = adapted.captures(), adapted.addresses()
-    adapted.check(["a", "b", None], **CLOSE)
-    stock = Mlp().to("cuda")
-    new = {"b": Adapter.random(stock, ("up", "down"), 2, seed=7), "a": Adapter.random(stock, ("up",), 1, seed=8)}
-    for name in new:
-        adapted.adapters.unload(name)
-    for name, adapter in new.items():
-        adapted.adapters.load(name, adapter.pairs, scaling=adapter.scaling)
-    adapted.merged = Merged(stock, {**adapted.known, **new})
-    for names in mixes(NAMES):
-        adapted.check(names, **CLOSE)
-    assert adapted.captures() == captures
-    assert adapted.addresses() == addresses
-    adapted.manager.close()
-
-
-def test_padding_with_nan_leaves_the_same_bits() -> None:
-    adapted = Adapted("FULL", LoraKeys(3), sizes=[8], device="cuda")
-    names = ["a", None, "c"]
-    expected = adapted.run(names).clone()
-    for value in (7.0, float("nan"), float("inf")):
-        adapted.manager.buffers["x"][3:] = value
-        assert torch.equal(adapted.run(names), expected)
     adapted.manager.close()
 
 
@@ -126,29 +97,3 @@ def test_a_prefill_gathers_no_weights_by_token() -> None:
     # Products may allocate a workspace once, which is no part of this.
     workspace = 64 * 2**20
     assert torch.cuda.max_memory_allocated() - before - workspace < 2048 * 16 * 1024 * 4 // 10
-
-
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
-@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL"])
-def test_text_with_adapters_is_the_text_of_merged_models(mode: str, compiler: str) -> None:
-    pytest.importorskip("transformers")
-    from tests.e2e.greedy import continued
-    from tests.e2e.test_generate import make_model
-
-    model = make_model("llama", "cuda")
-    targets = ("q_proj", "v_proj", "down_proj")
-    paths = [path for path, _ in model.named_modules() if path.endswith(targets)]
-    known = {name: Adapter.random(model, paths, 4, seed=n) for n, name in enumerate(NAMES)}
-    merged = {None: make_model("llama", "cuda"), **{name: adapter.merged(model) for name, adapter in known.items()}}
-    adapters = LoraAdapters(model, targets, max_loras=3, max_rank=4)
-    for name, adapter in known.items():
-        adapters.load(name, adapter.pairs, scaling=adapter.scaling)
-    names = [None, "a", "b", "c", "a", None, "c", "b"]
-    prompts = [[3 + n, 5, 7 * n + 1] * (n + 1) for n in range(len(names))]
-    sizes: dict[str, Any] = {"max_num_reqs": 8, "max_num_tokens": 64, "max_seq_len": 64, "capture_sizes": [2, 8, 64]}
-    lm = CausalLM(model, mode=mode, compiler=compiler, adapters=adapters, lora=LoraKeys(3, per_count=True), **sizes)
-    found = lm.generate(prompts, max_new_tokens=6, adapters=names, progress=False)
-    for which, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
-        continued(merged[name], prompt, 6).check(found[which], which)
-    assert not lm.stats().fallbacks
-    lm.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,12 +12,11 @@ import torch
 from torch import nn
 
 from graphpass import Batch, CudaGraphManager, CUDAGraphMode
-from graphpass.errors import CaptureError, OptionError, ShapeError
+from graphpass.errors import CaptureError
 from graphpass.regions import register_padding_rule
 from tests.gpu import shared
 from tests.gpu.shared import COMPILERS, ROWS, WIDTH, fresh_op
 from tests.gpu.shared import rows_of as rows
-from tests.unit.serving.managed import NUM_SLOTS, Attends, SlotBuilder
 
 pytestmark = pytest.mark.cuda
 
@@ -86,24 +84,6 @@ def test_every_batch_of_every_size_is_right_and_replays(mode: str, compiler: str
         assert all(key.captured.seconds > 0 for key in stats.keys)
 
 
-@COMPILERS
-@MODES
-def test_attention_keeps_what_it_keeps_without_graphs_and_padding(mode: str, compiler: str, cuda: torch.device) -> None:
-    builder, model = SlotBuilder(width=WIDTH, device=cuda), Attends(WIDTH).eval().to(cuda)
-    sums = torch.zeros(NUM_SLOTS, WIDTH, device=cuda)
-    with managed(model, mode, compiler=compiler, attention=builder) as manager:
-        manager.capture()
-        assert not builder.sums[:NUM_SLOTS].any(), "warm-up and capture write scratch alone"
-        for step, num_tokens in enumerate((3, 8, 1, 9, 10, 2, 5, 4)):
-            x, slots = rows(num_tokens), [(5 * n + step) % NUM_SLOTS for n in range(num_tokens)]
-            with torch.no_grad():
-                sums[slots] += model.before(x)
-                expected = model.after(sums[slots]).relu() + x
-            got = run(manager, x, attention=slots, uniform_decode=bool(step % 2))
-            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-            torch.testing.assert_close(builder.sums[:NUM_SLOTS], sums, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 def test_a_step_waits_for_nothing_on_the_host(mode: str, cuda: torch.device) -> None:
@@ -154,102 +134,6 @@ def test_results_of_all_sizes_lie_in_the_same_buffers_outside_of_the_pool(mode: 
         assert owners == {(0, 0)}
 
 
-def test_steps_on_several_streams_follow_each_other(cuda: torch.device) -> None:
-    with captured_rows() as (manager, model):
-        streams = [torch.cuda.Stream() for _ in range(3)]
-        inputs = [rows(n % 8 + 1) for n in range(24)]
-        torch.cuda.synchronize()
-        kept = []
-        for n, x in enumerate(inputs):
-            with torch.cuda.stream(streams[n % 3]):
-                got = run(manager, x).clone()
-                got.record_stream(streams[n % 3])
-                kept.append(got)
-        torch.cuda.synchronize()
-        for x, got in zip(inputs, kept, strict=True):
-            torch.testing.assert_close(got, model(x).detach(), rtol=1e-4, atol=1e-4)
-
-
-def test_capture_keeps_to_max_bytes(cuda: torch.device) -> None:
-    with captured_rows() as (manager, model):
-        whole = manager.stats().pool_bytes
-        manager.close()
-        manager.capture(max_bytes=whole)
-        assert manager.stats().pool_bytes <= whole
-        assert_right(manager, model, range(1, LARGEST + 1))
-        manager.close()
-        manager.capture(max_bytes=1)
-        stats = manager.stats()
-        assert len(stats.keys) + len(stats.left_out) == len(SIZES)
-        assert len(stats.keys) == 0
-        assert manager.needs_capture()
-        assert_right(manager, model, range(1, LARGEST + 1))
-        manager.capture()
-        assert not manager.needs_capture()
-        assert_right(manager, model, range(1, LARGEST + 1))
-
-
-def test_close_gives_the_pool_back_and_it_can_be_captured_again(cuda: torch.device) -> None:
-    model = Rows().eval().to(cuda)
-    with managed(model) as manager:
-        for _ in range(3):
-            manager.capture()
-            assert_right(manager, model)
-            assert manager.stats().pool_bytes > 0
-            manager.close()
-            assert manager.needs_capture()
-            assert manager.stats().pool_bytes == 0
-            with pytest.raises(CaptureError, match="nothing has been captured"):
-                run(manager, rows(3))
-
-
-def test_replaced_weights_are_noticed(cuda: torch.device) -> None:
-    with captured_rows("FULL_AND_PIECEWISE") as (manager, model):
-        for _ in range(3):
-            model.layers[0].weight = nn.Parameter(torch.randn(2 * WIDTH, WIDTH, device=cuda))
-            assert_right(manager, model)
-            model.layers[2] = nn.Linear(2 * WIDTH, WIDTH, device=cuda).eval()
-            assert_right(manager, model)
-            model.layers[2].weight.data = torch.randn(WIDTH, 2 * WIDTH, device=cuda)
-            assert_right(manager, model)
-
-
-def test_autocast_is_refused_by_name(cuda: torch.device) -> None:
-    with captured_rows() as (manager, model):
-        with torch.autocast("cuda", dtype=torch.bfloat16), pytest.raises(CaptureError, match="autocast changed"):
-            run(manager, rows(3))
-        assert_right(manager, model)
-
-
-def test_random_numbers_follow_the_seed(cuda: torch.device) -> None:
-    with managed(lambda x: nn.functional.dropout(x, 0.5)) as manager:
-        manager.capture()
-        x = torch.ones(8, WIDTH, device=cuda)
-        torch.manual_seed(1)
-        first = [run(manager, x).clone() for _ in range(2)]
-        torch.manual_seed(1)
-        torch.testing.assert_close([run(manager, x).clone() for _ in range(2)], first)
-        assert not torch.equal(*first)
-
-
-def test_bad_input_is_refused_and_the_next_batch_is_right(cuda: torch.device) -> None:
-    with captured_rows() as (manager, model):
-        bad = ({}, {"y": rows(3)}, {"x": rows(3), "y": rows(3)}, {"x": rows(4)}, {"x": rows(1)})
-        for inputs in (*bad, {"x": rows(3).cpu()}, {"x": rows(3).half()}, {"x": rows(3)[:, :5]}):
-            before = manager.buffers["x"].clone()
-            with pytest.raises(ShapeError):
-                manager.run(Batch(3, inputs=inputs))
-            assert torch.equal(manager.buffers["x"], before)
-            assert_right(manager, model)
-        with pytest.raises(ShapeError, match="does not fit the buffers"):
-            run(manager, rows(LARGEST + 1))
-        with pytest.raises(CaptureError, match="nothing to capture"):
-            manager.capture()
-        assert_right(manager, model)
-    with managed(model, sizes=(16,)) as manager, pytest.raises(OptionError, match="does not fit the buffers"):
-        manager.capture()
-
-
 class ReadsOnHost(nn.Module):
     """No graph can hold the whole: an op in its midst waits for the device."""
 
@@ -278,9 +162,3 @@ def test_an_op_that_waits_for_the_device_stays_eager_where_it_is_listed(cuda: to
         manager.capture()
         assert_right(manager, model, range(1, LARGEST + 1))
         assert manager.stats().replays == 8
-
-
-def test_a_batch_without_a_graph_says_why(cuda: torch.device, caplog: pytest.LogCaptureFixture) -> None:
-    with captured_rows(on_fallback="warn") as (manager, model), caplog.at_level(logging.WARNING, "graphpass"):
-        assert_right(manager, model, [9, 9])
-    assert sum("above the largest key" in record.getMessage() for record in caplog.records) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -139,32 +138,6 @@ def test_tables_reach_the_gpu_although_the_host_goes_on(cuda: torch.device) -> N
         assert paged.attention.build(PagedRequests([1], [1], [[page]]), key) is metadata
         copies.append(metadata.block_tables[0, 0].clone())
     assert torch.stack(copies).tolist() == list(range(2, 34))
-
-
-@DTYPES
-def test_the_wrapper_checks_what_the_graph_read(dtype: torch.dtype, cuda: torch.device) -> None:
-    """The metadata of another key is refused: its tables lie elsewhere."""
-    paged = Paged(Heads(4, 2, 64), dtype=dtype, device=cuda)
-    keys = [uniform_key(4, 1, n) for n in (16, 32)]
-    rows = StepTensors(paged.random(4, 4, 64), *(paged.random(4, 2, 64) for _ in range(3)))
-
-    def layer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(query)
-        torch.ops.graphpass.paged_attention(query, key, value, out, 0, 1.0, -1)
-        return out
-
-    def call(wrapper: Any, metadata: Any) -> Any:
-        with gp.set_forward_context(metadata, runtime_mode=FULL, batch_descriptor=keys[0]):
-            return wrapper(rows.query, rows.key, rows.value)
-
-    with gp.GraphRuntime() as runtime:
-        wrapper = gp.CUDAGraphWrapper(layer, FULL, runtime=runtime, name="layer")
-        example = paged.attention.example(keys[0], query_len=1)
-        with runtime.capturing():
-            call(wrapper, paged.attention.build(example, keys[0]))
-        call(wrapper, paged.attention.build(example, keys[0]))
-        with pytest.raises((gp.errors.StaticInputError, gp.errors.CaptureError)):
-            call(wrapper, paged.attention.build(example, keys[1]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

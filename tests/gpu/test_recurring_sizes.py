@@ -104,15 +104,6 @@ def test_a_size_that_recurs_gets_a_graph_and_calls_count_once(tmp_path: Path) ->
     assert graph_bytes() == 0
 
 
-def test_zero_bytes_mean_none() -> None:
-    with GraphRuntime() as rt:
-        model = Counted().cuda().eval()
-        compiled = compiled_of(model, rt, graph_bytes=0)
-        call(compiled, model, 3)
-        call(compiled, model, 17, 120)
-        assert exact(rt) == set()
-
-
 def test_a_graph_in_flight_is_not_reset() -> None:
     device = CudaDevice(torch.device("cuda", torch.cuda.current_device()))
     x = torch.ones(64, device="cuda")

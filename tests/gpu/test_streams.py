@@ -132,18 +132,6 @@ def test_two_streams_take_turns_through_one_runtime(way: Way) -> None:
     all_close(found, expected)
 
 
-def test_the_default_stream_and_a_side_stream(way: Way) -> None:
-    inputs, expected, fast = way.batches(40)
-    side = torch.cuda.Stream()
-    found = []
-    for number, x in enumerate(inputs):
-        with torch.cuda.stream(side if number % 2 else torch.cuda.default_stream()):
-            if number % 4 < 2:
-                torch.cuda._sleep(SLEEP_CYCLES)
-            found.append(fast(x))
-    all_close(found, expected)
-
-
 def test_outputs_are_cloned_before_the_next_streams_replay(way: Way) -> None:
     """A clone is enqueued on its caller's stream: the next forward, on another one, waits for it too."""
     inputs, expected, fast = way.batches(20)
@@ -173,22 +161,6 @@ def test_two_models_on_two_streams_share_one_pool(way: Way) -> None:
                 found[which].append(fast[which](x))
     all_close(found[0], expected)
     all_close(found[1], other_expected)
-
-
-def test_an_event_after_a_call_is_recorded_behind_its_result(way: Way) -> None:
-    inputs, expected, fast = way.batches(20)
-    producer, consumer = torch.cuda.Stream(), torch.cuda.Stream()
-    found = []
-    for x in inputs:
-        with torch.cuda.stream(producer):
-            torch.cuda._sleep(SLEEP_CYCLES)
-            result = fast(x)
-            ready = producer.record_event()
-        with torch.cuda.stream(consumer):
-            consumer.wait_event(ready)
-            result.record_stream(consumer)
-            found.append(result + 0)
-    all_close(found, expected)
 
 
 def test_threads_each_on_a_stream_of_its_own(way: Way) -> None:

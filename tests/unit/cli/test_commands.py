@@ -266,26 +266,6 @@ def test_a_configuration_gives_a_model_and_inputs(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.soak
-def test_a_model_type_is_explained(command: Command) -> None:
-    arguments = (
-        "bert",
-        *("--config", "num_hidden_layers=3", "--config", "hidden_size=32", "--config", "intermediate_size=48"),
-        *("--config", "num_attention_heads=2", "--config", "vocab_size=99"),
-        *("--split", "torch.nn.functional.scaled_dot_product_attention"),
-    )
-    figures = figures_of(command, "explain", *arguments)
-    assert (figures["captured_regions"], figures["eager_regions"], figures["unique_regions"]) == (4, 3, 3)
-    (graph,) = figures["graphs"]
-    assert [region["same_as"] for region in graph["regions"]].count("g0.r2") == 1
-    assert {size["field"]: size["verdict"] for size in graph["sizes"]}["input_ids[0]"] == "proved"
-
-
-def test_arguments_by_name(command: Command) -> None:
-    figures = figures_of(command, "explain", f"{MODELS}:named")
-    assert {size["field"] for graph in figures["graphs"] for size in graph["sizes"]} == {"x[0]", "x[1]"}
-
-
 def test_inputs_of_shapes_and_a_file(command: Command, tmp_path: Path) -> None:
     file = tmp_path / "net.py"
     file.write_text("import torch\n\ndef build():\n    return torch.nn.Embedding(10, 4)\n")

@@ -65,15 +65,6 @@ def test_the_new_budgets_are_captured_again_with_the_others() -> None:
     assert budgets(manager) == [32, 32, 16, 16, 11, 11, 8, 8, 4, 4]
 
 
-def test_the_most_padded_come_first() -> None:
-    manager = made(toy.ToyEncoder())
-    repeated(manager, 17, 31, 9)
-    repeated(manager, 30, times=30)
-    assert manager.adapt(2) == (17, 30)
-    assert manager.adapt() == (9, 31)
-    assert manager.adapt() == ()
-
-
 def test_max_pool_bytes_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphpass.encoder.budgets.GraphRuntime", lambda pool, device: GrowingRuntime())
     encoder = toy.ToyEncoder()

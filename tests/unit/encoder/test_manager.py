@@ -101,13 +101,6 @@ def test_any_items_in_any_packing(
     assert_same(manager.execute(items), expected)
 
 
-def test_no_items() -> None:
-    manager = made(toy.ToyEncoder())
-    assert manager.execute(toy.images([])) == []
-    assert manager.get_cumulative_stats().requests == 1
-    assert manager.get_cumulative_stats().hit_rate == 0
-
-
 def test_every_limit_takes_part() -> None:
     """Six items of one token: by tokens they fit the largest budget, by frames three at a time."""
     encoder = toy.ToyEncoder(max_frames=6)
@@ -191,15 +184,6 @@ def test_threads_take_turns() -> None:
     in_threads(lambda index: found.update({index: manager.execute(items[index])}))
     for index in range(4):
         assert_same(found[index], expected[index])
-
-
-def test_the_callers_modes_stay() -> None:
-    manager = made(toy.ToyEncoder())
-    with torch.inference_mode():
-        items = toy.images(MIXED)
-        result = manager.execute(items)
-    assert not any(tensor.requires_grad or tensor.is_inference() for tensor in result)
-    assert torch.is_grad_enabled()
 
 
 # -- captures ---------------------------------------------------------------------------------------------------------
@@ -335,15 +319,6 @@ def test_the_pool_ends_at_its_limit(
     assert manager.get_cumulative_stats().hits > 0
 
 
-def test_a_limit_without_room_for_any_graph_leaves_the_eager_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budgets, "GraphRuntime", GrowingRuntime)
-    encoder = toy.ToyEncoder()
-    manager = made(encoder, max_pool_bytes=99)
-    assert manager.get_cumulative_stats().pool_bytes == 0
-    assert_right(manager, encoder)
-    assert manager.get_cumulative_stats().hits == 0
-
-
 def test_an_interrupt_ends_the_capture_and_leaves_eager() -> None:
     encoder = FailsAt()
     encoder.fails_at, encoder.error = frozenset({8}), KeyboardInterrupt()
@@ -396,26 +371,6 @@ def test_weights_of_now_are_used(change: Callable[[toy.ToyTower], None], caplog:
 
 
 # -- costs ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [toy.ToyEncoder, toy.WithExamples])
-def test_costs_are_measured_and_any_plan_is_right(kind: type[toy.ToyEncoder]) -> None:
-    encoder = kind()
-    manager = made(encoder, costs="measured")
-    timed = sum(encoder.eager_calls)
-    assert (timed > 0) == (kind is toy.WithExamples)
-    assert_right(manager, encoder)
-
-
-def test_the_cheaper_plan_runs() -> None:
-    encoder = toy.ToyEncoder()
-    items = toy.images([8, 8, 8])
-    expected = toy.one_by_one(encoder, items)
-    for replay, eager, replays in ((1.0, 100.0, 1), (100.0, 1.0, 0)):
-        costs = PackingCosts(dict.fromkeys(BUDGETS, replay), lambda tokens, eager=eager: eager)
-        manager = made(encoder, costs=costs)
-        assert_same(manager.execute(items), expected)
-        assert manager.get_cumulative_stats().replays == replays
 
 
 def test_equal_requests_are_planned_once() -> None:

@@ -169,10 +169,6 @@ def test_the_smallest_fitting_budget(tokens: int, budget: int | None) -> None:
     assert smallest_fitting_budget([4, 8], tokens) == budget
 
 
-def test_nothing_fits_no_budget() -> None:
-    assert smallest_fitting_budget([], 0) is None
-
-
 def worst_padding(budgets: list[int]) -> float:
     return max((1 - (small + 1) / large for small, large in itertools.pairwise(budgets)), default=0)
 
@@ -194,21 +190,10 @@ def test_a_fine_ladder_keeps_to_its_length_and_halves_where_it_can(minimum: int,
         assert worst_padding(budgets) <= 0.5
 
 
-@pytest.mark.parametrize(("max_graphs", "most"), [(10, 0.5), (50, 0.125), (100, 0.08), (200, 0.045)])
-def test_more_graphs_pad_less(max_graphs: int, most: float) -> None:
-    budgets = fine_budgets(16, 4096, max_graphs=max_graphs)
-    assert len(budgets) <= max_graphs
-    assert worst_padding(budgets) <= most
-
-
 def test_budgets_are_multiples_of_what_items_are() -> None:
     budgets = fine_budgets(50, 1620, max_graphs=8, multiple=50)
     assert {budget % 50 for budget in budgets} == {0}
     assert (budgets[0], budgets[-1]) == (50, 1600)
-
-
-def test_one_graph_is_the_largest() -> None:
-    assert fine_budgets(2, 100, max_graphs=1) == [100]
 
 
 CONTRADICTIONS: list[tuple[Callable[[], object], str]] = [

@@ -112,12 +112,6 @@ def test_with_costs_no_simple_plan_is_cheaper(problem: Problem) -> None:
         assert found <= cost.eager(sum(tokens)) * (1 + 1e-9)
 
 
-@given(problems())
-def test_it_is_deterministic(problem: Problem) -> None:
-    tokens, budgets, max_items, cost = problem
-    assert pack_items(tokens, budgets[::-1], max_items, cost=cost) == pack_items(tokens, budgets, max_items, cost=cost)
-
-
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=7), MAX_ITEMS, st.data())
 def test_consecutive_batches_are_cut_at_the_least_cost(tokens: list[int], max_items: int, data: st.DataObject) -> None:
     budgets = [4, 9, 20]
@@ -327,52 +321,6 @@ def test_an_eager_call_of_one_item_has_no_maximum() -> None:
     cost = PackingCosts({1: 1.0, 5: 3.0}, lambda tokens: 1.0 * tokens, max_eager_tokens=1)
     batches = pack_items([2] * 200, [1, 5], 1, cost=cost)
     assert price(batches, cost) == 400
-
-
-@given(problems(), st.integers(130, 700), st.integers(0, 1000))
-def test_with_many_items_no_simple_plan_is_cheaper(problem: Problem, count: int, seed: int) -> None:
-    """More than may share a batch: the plan is no longer the best, but as good as the simple ones."""
-    _, budgets, max_items, cost = problem
-    tokens = np.random.default_rng(seed).integers(0, 41, count).tolist()
-    batches = pack_items(tokens, budgets, max_items, cost=cost)
-    assert sorted(item for batch in batches for item in batch.items) == np.flatnonzero(tokens).tolist()
-    found = price(batches, cost)
-    least = [
-        min([cost.eager(one), *(cost.replay[budget] for budget in budgets if budget >= one)]) for one in tokens if one
-    ]
-    assert found <= sum(least) * (1 + 1e-9)
-    assert found <= price(pack_items(tokens, budgets, max_items), cost) * (1 + 1e-9)
-
-
-@given(problems())
-def test_no_batch_is_dearer_than_its_two_parts(problem: Problem) -> None:
-    """Smaller and larger items of a batch, in any such two replays."""
-    tokens, budgets, max_items, cost = problem
-
-    def least(items: Sequence[int]) -> float:
-        total = sum(tokens[item] for item in items)
-        fitting = [cost.replay[budget] for budget in budgets if total <= budget and len(items) <= max_items]
-        return min(fitting, default=float("inf"))
-
-    for batch in pack_items(tokens, budgets, max_items, cost=cost):
-        if batch.budget is not None:
-            items = sorted(batch.items, key=lambda item: tokens[item])
-            for place in range(1, len(items)):
-                parts = least(items[:place]) + least(items[place:])
-                assert cost.replay[batch.budget] <= parts * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("tokens", [1, 7, 10, 11])
-@pytest.mark.parametrize("count", [50, 3000])
-def test_all_the_same(count: int, tokens: int) -> None:
-    """Ten of the smallest fit a replay, one of the largest an eager call only."""
-    cost = PackingCosts({10: 1.0}, by_tokens(1000, 1), 11)
-    batches = pack_items([tokens] * count, [10], 10, cost=cost)
-    a_batch = {1: 10, 7: 1, 10: 1, 11: 1}[tokens]
-    assert sorted(item for batch in batches for item in batch.items) == list(range(count))
-    assert {(len(b.items), b.tokens, b.budget) for b in batches} == {
-        (a_batch, a_batch * tokens, 10 if tokens < 11 else None)
-    }
 
 
 def test_eager_calls_keep_the_order_and_the_limit() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
@@ -14,8 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphpass import plan_sizes
-from graphpass.encoder import EncoderItemSpec, EncoderStats, ItemShares, balance_items, sharding
+from graphpass.encoder import EncoderItemSpec, ItemShares, balance_items, sharding
 from graphpass.encoder.sharding import encoded_by_all
 from graphpass.errors import EncoderConfigError
 from tests.unit.encoder import toy
@@ -72,44 +70,6 @@ def test_a_request_under_another_setting_is_a_problem() -> None:
         manager.capture()
         manager.execute(toy.images([6]))
         assert manager.report().problems == ()
-
-
-REQUESTS = ([6], [10], [6, 6], [6], [22], [10], [0], [6], [70])
-"""Patches, two a token, of requests that are one batch each; the last item is above the largest budget."""
-
-
-def stats_over(budgets: list[int]) -> EncoderStats:
-    """What a manager with these budgets counts over :data:`REQUESTS`, one of them before the capture."""
-    manager = toy.made(toy.ToyEncoder(), capture=False, token_budgets=budgets)
-    manager.execute(toy.images([8]))
-    manager.capture()
-    for sizes in REQUESTS:
-        manager.execute(toy.images(sizes))
-    return manager.get_cumulative_stats()
-
-
-def test_planned_budgets_fit_what_came() -> None:
-    before = stats_over([4, 8, 16, 32])
-    assert before.histogram == {3: 3, 5: 2, 6: 1, 11: 1}
-    assert list(before.histogram) == sorted(before.histogram)
-    assert pickle.loads(pickle.dumps(before)).histogram == before.histogram
-
-    plan = plan_sizes({32: 0, **before.histogram}, 4)
-    after = stats_over(list(plan.sizes))
-    assert plan.sizes == (3, 6, 11, 32)
-    assert (after.histogram, after.misses) == (before.histogram, before.misses)
-    computed = {
-        name: [b.replays * b.captured.descriptor.num_tokens for b in s.budgets]
-        for name, s in (("a", after), ("b", before))
-    }
-    assert sum(computed["a"]) < sum(computed["b"])
-
-
-def test_the_snapshot_is_the_callers() -> None:
-    manager = toy.made(toy.ToyEncoder(), token_budgets=[4])
-    empty = manager.get_cumulative_stats()
-    manager.execute(toy.images([6]))
-    assert (empty.histogram, manager.get_cumulative_stats().histogram) == ({}, {3: 1})
 
 
 # Items over ranks: everything once, balanced by size and then by count, the same on every rank.

@@ -128,24 +128,6 @@ def test_ranks_that_fit_one_by_one_may_not_fit_together() -> None:
     assert agreed.num_tokens_across_dp == (64, 64, 64)
 
 
-def test_uniform_ranks_whose_largest_fields_make_no_whole_requests_are_mixed() -> None:
-    dispatcher = captured("FULL_AND_PIECEWISE", {"num_reqs": [2, 3], "seq_len": [2, 3]}, query_len=6)
-    asked = [
-        Asked(6, num_reqs=2, uniform=True, extra=(("seq_len", 3),)),
-        Asked(6, num_reqs=3, uniform=True, extra=(("seq_len", 2),)),
-    ]
-    agreed, _ = decided(dispatcher, asked)
-    assert (agreed.mode, agreed.num_tokens_across_dp) == (PIECEWISE, (9, 9))
-
-
-@pytest.mark.parametrize(("per_count", "expected"), [(False, 5), (True, 2)])
-def test_adapters_are_the_most_of_any_rank(per_count: bool, expected: int) -> None:
-    dispatcher = captured(lora=LoraKeys(4, per_count=per_count))
-    agreed, _ = decided(dispatcher, [Asked(3), Asked(2, loras=2), Asked(1, loras=1), None])
-    assert agreed.descriptor is not None
-    assert (agreed.descriptor.num_tokens, agreed.descriptor.num_active_loras) == (4, expected)
-
-
 def test_an_extra_is_agreed_too() -> None:
     dispatcher = captured("PIECEWISE")
     images = (("images", "few"),)

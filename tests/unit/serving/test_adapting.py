@@ -118,23 +118,6 @@ def test_graph_bytes_bounds_them(graph_bytes: int | None, sizes: list[int]) -> N
     assert shared.num_bytes() == 0
 
 
-class Larger(GrowingRuntime):
-    """Later graphs take more than earlier ones."""
-
-    def pool_bytes(self) -> int:
-        return super().pool_bytes() ** 2
-
-
-def test_a_graph_that_takes_more_than_expected_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graphpass.serving.manager.GraphRuntime", Larger)
-    manager = captured(Rows().eval(), graph_bytes=50_000)
-    repeated(manager, 3)
-    assert adapted(manager) == []
-    assert PROCESS_MEMORY.shared(OwnGraphs, torch.device("cpu")).num_bytes() == 0
-    assert_right(manager)
-    manager.close()
-
-
 def test_a_graph_that_is_no_faster_is_dropped_and_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = captured(Rows().eval())
     repeated(manager, 3, 5)
@@ -278,16 +261,6 @@ def test_max_bytes_of_the_capture_holds() -> None:
     repeated(manager, 3)
     assert adapted(manager) == []
     assert manager.runtime.pool_bytes() == 300
-
-
-def test_bytes_count_after_a_recapture() -> None:
-    manager = captured(Rows().eval(), runtime=GrowingRuntime(), graph_bytes=150)
-    for size in (3, 5):
-        repeated(manager, size)
-        found = adapted(manager)
-        manager.recapture()
-    assert found == []
-    assert len(captured_keys(manager)) == 4
 
 
 def test_state_of_the_model_and_inputs_stay_as_they_were() -> None:

@@ -54,17 +54,6 @@ def test_at_most_three_keys_a_mode_and_one_in_six(keys: list[Key], sizes: dict[s
     assert sizes_of(keys_to_sample(keys_by_group(keys))) == sizes
 
 
-@given(st.sets(st.integers(1, 4096), max_size=80), st.sets(st.integers(1, 512), max_size=80))
-def test_the_largest_of_every_group_is_sampled_and_few_others(tokens: set[int], requests: set[int]) -> None:
-    keys = mixed(*tokens) + decode(*requests)
-    chosen = keys_to_sample(keys_by_group(keys))
-    assert [keys[0] for keys in chosen.values()] == [group[0] for group in (mixed(*tokens), decode(*requests)) if group]
-    for group in chosen.values():
-        mode = group[0][0]
-        of_mode = [key for key in keys if key[0] is mode]
-        assert len(set(group)) == len(group) <= min(3, max(1, len(of_mode) // 6))
-
-
 class FakeDevice:
     """A device whose captures cost what a table says, with an allocator that rounds and keeps what it has.
 
@@ -333,18 +322,3 @@ def test_a_group_that_finds_no_room_in_one_piece_adds_what_it_took() -> None:
     assert [group.growth.pool_bytes for group in estimate.groups] == [30 + 80, 60]
     assert estimate.total_bytes == 30 + 80 + 60 + 5
     assert bytes_after(estimate, keys[2:]) == 30 + 60 + 60, "never less than what it took behind the others"
-
-
-def test_it_prints_a_line_for_each_group() -> None:
-    device = FakeDevice({"mixed": (100, 0, 0), "decode": (300, 0, 0)}, executable=11)
-    estimate = device.estimate(mixed(8, 4) + decode(4, 2))
-    assert [row[:2] for row in estimate.tables()[0].rows] == [("mixed PIECEWISE", "2"), ("decode FULL", "2")]
-    assert str(estimate).count("mixed PIECEWISE") == str(estimate).count("decode FULL") == 1
-    (together,) = estimate.tables()[1].rows
-    assert together == ("0", "7", str(-5 * 11), "1200", "1200")
-
-
-def test_a_ladder_without_keys_takes_nothing() -> None:
-    device = FakeDevice({})
-    estimate = device.estimate([])
-    assert (estimate.groups, estimate.total_bytes, device.captured) == ((), 0, [])

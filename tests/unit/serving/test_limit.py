@@ -70,16 +70,6 @@ def test_the_pool_ends_below_the_limit_whatever_it_does(
     assert pool.captures <= 5 * len(every)
 
 
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=20), st.integers(0, 300))
-def test_what_always_takes_the_same_is_captured_at_most_twice(growths: list[int], max_bytes: int) -> None:
-    """Nothing is known before, so the first key that does not fit costs one repetition."""
-    every = keys(*range(len(growths), 0, -1))
-    pool = Pool(dict(zip(every, growths, strict=True)))
-    pool.fill(max_bytes, every)
-    assert pool.num_bytes() <= max_bytes
-    assert pool.captures <= 3 * len(every)
-
-
 @pytest.mark.parametrize(
     ("growths", "max_bytes", "left_out", "captures"),
     [

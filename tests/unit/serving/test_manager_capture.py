@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphpass import BatchDescriptor, CUDAGraphMode, DispatchReason
+from graphpass import CUDAGraphMode, DispatchReason
 from graphpass.errors import CaptureError
 from graphpass.regions import register_padding_rule
 from tests.unit.serving.managed import (
@@ -60,14 +60,6 @@ def test_mixed_batches_are_captured_first_then_uniform_decode_each_largest_first
     assert {(c.captured, c.replayed) for c in counts.values()} == {(1, 1)}
 
 
-def test_full_keys_for_mixed_batches_come_before_all_full_keys_for_decode() -> None:
-    manager = made(Rows().eval(), "FULL", (2, 4))
-    manager.dispatcher.add_key("FULL", BatchDescriptor(8, num_reqs=8, uniform=True))
-    manager.dispatcher.add_key("FULL", BatchDescriptor(3, num_reqs=3, uniform=True))
-    manager.capture()
-    assert captured_keys(manager) == [(FULL, 4, False), (FULL, 2, False), (FULL, 8, True), (FULL, 3, True)]
-
-
 @pytest.mark.parametrize(("mode", "query_len"), [("FULL", None), ("FULL_DECODE_ONLY", 1), ("FULL_DECODE_ONLY", 2)])
 def test_inputs_and_metadata_are_prepared_before_the_warm_up_and_before_the_recording(
     mode: str, query_len: int | None
@@ -96,13 +88,6 @@ def test_piecewise_keys_are_captured_without_metadata_of_a_key() -> None:
     assert {region for region, _, _ in manager.runtime.counts()} == {"g0.r0", "g0.r2"}
 
 
-def test_stats_have_seconds_and_bytes_of_each_key() -> None:
-    manager = captured(Rows().eval(), runtime=GrowingRuntime())
-    assert [key.captured.pool_bytes for key in manager.stats().keys] == [100, 100, 100]
-    assert all(key.captured.seconds > 0 for key in manager.stats().keys)
-    assert manager.stats().pool_bytes == 300
-
-
 @pytest.mark.parametrize(("max_bytes", "num_captured"), [(0, 0), (99, 0), (100, 1), (250, 2), (300, 3)])
 def test_capture_keeps_to_max_bytes_and_says_what_was_left_out(max_bytes: int, num_captured: int) -> None:
     manager = made(Rows().eval(), runtime=GrowingRuntime())
@@ -124,24 +109,6 @@ def test_capture_keeps_to_max_bytes_and_says_what_was_left_out(max_bytes: int, n
         assert manager.stats().left_out == ()
         assert not manager.needs_capture()
     assert_right(manager, range(1, LARGEST + 1))
-
-
-def test_where_nothing_fits_no_batch_has_a_graph_and_a_closed_manager_runs_none() -> None:
-    manager = made(Rows().eval(), runtime=GrowingRuntime())
-    manager.capture(max_bytes=99)
-    assert_right(manager, range(1, LARGEST + 1))
-    assert manager.stats().replays == 0
-    manager.close()
-    with pytest.raises(CaptureError, match="nothing has been captured"):
-        run(manager, rows(3))
-
-
-def test_batches_of_keys_left_out_run_without_a_graph() -> None:
-    manager = made(Rows().eval(), runtime=GrowingRuntime())
-    manager.capture(max_bytes=250)
-    assert_right(manager, [1, 2, 3, 8])
-    assert manager.stats().fallbacks == {DispatchReason.NOT_CAPTURED: 2}
-    assert hits(manager) == {(FULL, 4): 1, (FULL, 8): 1}
 
 
 @pytest.mark.parametrize(("rank", "shown"), [(None, True), (0, True), (1, False)])
@@ -207,12 +174,6 @@ def test_recapture_captures_all_keys_again() -> None:
     before = manager.runtime.stats().captured
     assert_right(manager)
     assert manager.runtime.stats().captured == before
-
-
-def test_recapture_before_any_capture_is_a_capture() -> None:
-    manager = made(Rows().eval())
-    manager.recapture()
-    assert_right(manager)
 
 
 def test_after_close_there_is_nothing_and_it_can_be_captured_again() -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from graphpass import Batch, BatchDescriptor, CudaGraphManager, DispatchReason, GraphRuntime
-from graphpass.errors import CaptureError, OptionError, ShapeError
+from graphpass import BatchDescriptor, CudaGraphManager, DispatchReason, GraphRuntime
+from graphpass.errors import CaptureError, OptionError
 from tests.unit.serving.managed import (
     EVENTS,
     LARGEST,
@@ -134,11 +134,6 @@ def test_an_estimate_is_made_once_for_a_ladder() -> None:
     assert "op" in EVENTS
 
 
-def test_an_estimate_of_no_keys() -> None:
-    manager = made(Rows().eval(), "NONE")
-    assert (manager.estimate().groups, manager.estimate().total_bytes) == ((), 0)
-
-
 def test_where_a_key_cannot_be_captured_nothing_is_left() -> None:
     class Fails(SlotBuilder):
         def build(self, attention: Any, key: BatchDescriptor | None) -> Any:
@@ -204,13 +199,6 @@ def test_a_pool_that_cannot_be_foretold_ends_below_the_limit(growths: tuple[int,
     assert manager.runtime.stats().captured == graphs, "keys left out stay left out"
 
 
-def test_recapture_within_a_limit() -> None:
-    manager = captured(Rows().eval(), runtime=CountingRuntime())
-    manager.recapture(max_bytes=200)
-    assert [size for _, size, _ in captured_keys(manager)] == [8, 4]
-    assert_right(manager)
-
-
 # A manager's counts and reasons, as tables and for Prometheus.
 
 
@@ -240,14 +228,6 @@ def test_stats_count_batches_tokens_and_reasons() -> None:
     assert stats.replays == 4, "a snapshot"
     assert "Dispatches" in str(stats)
     assert [row[:3] for row in stats["Without a graph"].rows] == [("too_large", "2"), ("empty", "1")]
-
-
-def test_a_batch_that_is_refused_is_not_counted() -> None:
-    manager = captured(Rows().eval())
-    with pytest.raises(ShapeError):
-        manager.run(Batch(3, inputs={"x": rows(4)}))
-    stats = manager.stats()
-    assert (stats.replays, dict(stats.fallbacks)) == (0, {})
 
 
 @pytest.mark.skipif(importlib.util.find_spec("prometheus_client") is None, reason="prometheus-client is not here")

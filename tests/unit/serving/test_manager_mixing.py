@@ -138,12 +138,6 @@ def test_what_keeps_tokens_apart_is_captured(name: str) -> None:
         torch.testing.assert_close(run(manager, rows(num_tokens)), model(rows(num_tokens)))
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"])
-def test_every_mode_and_compiler_asks(mode: str, compiler: str) -> None:
-    refused("mixes the tokens of a batch", lambda x: x - x.mean(0), mode, compiler=compiler)
-
-
 class Pools(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x - x.mean(0)
@@ -246,20 +240,6 @@ def test_a_tensor_that_python_computes_between_graphs_is_refused(mode: str) -> N
     refused("Python computes between the graphs", BetweenGraphs(), mode)
 
 
-def test_a_tensor_of_the_model_may_enter_a_later_graph() -> None:
-    class Keeps(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tables = {"scale": [torch.full((WIDTH,), 3.0)]}
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x * 2
-            torch._dynamo.graph_break()
-            return x * self.tables["scale"][0]
-
-    assert_right(captured(Keeps()))
-
-
 def test_a_graph_that_only_some_sizes_have_is_checked() -> None:
     manager = made(lambda x: x - x.mean(0) if x.shape[0] < 4 else x * 2)
     with pytest.raises(CaptureError, match="mean"):
@@ -344,34 +324,6 @@ def test_a_graph_that_is_compiled_in_a_step_is_checked_before_it_runs(has_break:
 
 
 LAST_ROWS = InputSpec("last_rows", (LARGEST,), torch.int64, token_dim=None, request_dim=0)
-OFFSETS = InputSpec("offsets", (LARGEST,), torch.float32, token_dim=None, request_dim=0)
-OF_REQUEST = InputSpec("request", (LARGEST,), torch.int64)
-
-
-def batch_of(num_tokens: int, num_reqs: int, **inputs: torch.Tensor) -> Batch:
-    return Batch(num_tokens, inputs={"x": rows(num_tokens), **inputs}, num_reqs=num_reqs)
-
-
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_each_request_may_pick_its_tokens_by_data(mode: str) -> None:
-    def model(x: torch.Tensor, last_rows: torch.Tensor) -> torch.Tensor:
-        return (x * 2)[last_rows].softmax(-1)
-
-    manager = captured(model, mode, specs=[X, LAST_ROWS])
-    for num_tokens, num_reqs in ((5, 2), (8, 8), (3, 1), (9, 4)):
-        batch = batch_of(num_tokens, num_reqs, last_rows=torch.arange(num_tokens)[-num_reqs:])
-        torch.testing.assert_close(manager.run(batch), model(**batch.inputs or {}))
-
-
-def test_each_token_may_read_its_request_by_data() -> None:
-    def model(x: torch.Tensor, offsets: torch.Tensor, request: torch.Tensor) -> torch.Tensor:
-        return x + offsets[request].unsqueeze(-1)
-
-    manager = captured(model, specs=[X, OFFSETS, OF_REQUEST])
-    for num_tokens, num_reqs in ((5, 2), (8, 8), (3, 1)):
-        inputs = {"offsets": torch.randn(num_reqs), "request": torch.arange(num_tokens) % num_reqs}
-        batch = batch_of(num_tokens, num_reqs, **inputs)
-        torch.testing.assert_close(manager.run(batch), model(**batch.inputs or {}))
 
 
 @pytest.mark.parametrize(
@@ -407,55 +359,6 @@ def test_state_that_tokens_are_summed_into_is_refused_and_a_counter_of_steps_is_
     manager = captured(Keeps(False))
     run(manager, rows(3))
     assert manager.model.total.tolist() == [1] * WIDTH
-
-
-def test_an_expert_counter_is_refused() -> None:
-    """Padded tokens would be counted, too."""
-
-    class Routes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("counts", torch.zeros(WIDTH))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            expert = x.argmax(-1)
-            self.counts.index_add_(0, expert, torch.ones_like(x[:, 0]))
-            return x * expert.unsqueeze(-1)
-
-    refused("index_add", Routes())
-
-
-def test_random_numbers_of_each_entry_do_not_mix() -> None:
-    assert captured(lambda x: F.dropout(x, 0.5)).runtime.stats().captured == 3
-
-
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_a_decoder_s_parts_keep_tokens_apart(mode: str) -> None:
-    """Embeddings, rotary positions, attention that is declared, gated layers and a head."""
-
-    class Decoder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.embed, self.head = nn.Embedding(20, WIDTH), nn.Linear(WIDTH, 20, bias=False)
-            self.attend, self.norm = Attends(), nn.RMSNorm(WIDTH)
-            self.gate, self.up, self.down = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-            self.register_buffer("frequencies", torch.tensor([1.0, 0.5, 0.1]))
-
-        def forward(self, ids: torch.Tensor, positions: torch.Tensor, last_rows: torch.Tensor) -> torch.Tensor:
-            hidden = self.embed(ids)
-            angles = positions.unsqueeze(-1).float() * self.frequencies
-            cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
-            one, other = hidden.chunk(2, -1)
-            hidden = hidden * cos + torch.cat([-other, one], -1) * sin
-            hidden = hidden + self.attend(self.norm(hidden))
-            hidden = hidden + self.down(F.silu(self.gate(hidden)) * self.up(hidden))
-            return self.head(hidden[last_rows]).argmax(-1)
-
-    ids = InputSpec("ids", (LARGEST,), torch.int64)
-    positions = InputSpec("positions", (LARGEST,), torch.int64)
-    manager = captured(Decoder().eval(), mode, specs=[ids, positions, LAST_ROWS], attention=SlotBuilder())
-    assert manager.stats().keys
 
 
 def test_a_manager_for_eager_batches_alone_asks_as_well() -> None:

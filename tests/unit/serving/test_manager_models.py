@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from graphpass.errors import CaptureError, ShapeError
 from tests.threads import in_threads
 from tests.unit.serving.managed import (
     EVENTS,
-    FULL,
     LARGEST,
     MODES,
     PIECEWISE,
@@ -31,7 +29,6 @@ from tests.unit.serving.managed import (
     assert_right,
     captured,
     captured_keys,
-    hits,
     made,
     notes,
     replays,
@@ -210,16 +207,6 @@ def test_what_attention_can_be_captured_with_bounds_the_mode(
     assert all("attention support" in text and text in notes(manager) for text in warned)
 
 
-def test_a_bounded_manager_runs_every_batch() -> None:
-    builder = SlotBuilder(AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE)
-    model = Attends().eval()
-    manager = captured(model, "FULL", attention=builder)
-    requests = Requests(model)
-    for uniform in (False, True):
-        requests.agree(manager, [1, 2, 3], uniform_decode=uniform)
-    assert hits(manager) == {(PIECEWISE, 4): 1, (FULL, 4): 1}
-
-
 def test_a_key_field_of_attention_chooses_the_key() -> None:
     """A bucketed maximum length beside the token count."""
 
@@ -327,23 +314,6 @@ def test_a_lazy_dispatcher_captures_each_key_at_its_first_use() -> None:
     assert_right(manager, [3, 4, 8])
     assert [key.num_tokens for _, _, key in manager.runtime.counts()] == [4, 8]
     assert "weights were replaced" not in notes(manager)
-
-
-def test_threads_take_turns() -> None:
-    model = Rows().eval()
-    manager = captured(model, "FULL_AND_PIECEWISE")
-    whole_step = threading.Lock()
-
-    def body(index: int) -> None:
-        for step in range(10):
-            x = rows((index * 3 + step) % LARGEST + 1)
-            with whole_step:
-                got = run(manager, x, uniform_decode=bool(step % 2)).clone()
-            torch.testing.assert_close(got, model(x).detach())
-
-    in_threads(body)
-    stats = manager.stats()
-    assert stats.replays + sum(stats.fallbacks.values()) == 40
 
 
 def test_threads_without_a_lock_of_their_own_harm_nothing_but_their_results() -> None:

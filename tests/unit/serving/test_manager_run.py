@@ -15,11 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from graphpass import Batch, CUDAGraphMode, DispatchReason, InputSpec
+from graphpass import Batch, CUDAGraphMode, DispatchReason
 from graphpass.errors import ShapeError
 from tests.unit.serving import managed
 from tests.unit.serving.managed import (
-    EVENTS,
     LARGEST,
     MODES,
     NONE,
@@ -78,13 +77,6 @@ def test_every_batch_of_every_size_is_right_and_replays(mode: str, compiler: str
     assert f"0 to {LARGEST}" in raised.value.expected
     assert f"{LARGEST + 1}" in raised.value.found
     assert_right(manager)
-
-
-@pytest.mark.soak
-def test_with_inductor() -> None:
-    manager = captured(Doubled(), "FULL", (4,), compiler="inductor")
-    assert_right(manager, [1, 3, 4])
-    assert manager.stats().replays == 3
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "NONE"])
@@ -188,37 +180,6 @@ def test_a_step_enters_neither_dynamo_nor_the_model(mode: str) -> None:
     assert replays(manager) > before, "Dynamo would have run it eagerly"
 
 
-def test_python_of_the_model_runs_in_no_step() -> None:
-    calls = []
-
-    class Counted(Rows):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            calls.append(1) if not torch.compiler.is_compiling() else None
-            return super().forward(x)
-
-    manager = captured(Counted().eval())
-    for num_tokens in range(1, 9):
-        run(manager, rows(num_tokens))
-    assert not calls
-
-
-def test_regions_are_a_flat_plan_with_attention_between_them() -> None:
-    builder = SlotBuilder()
-    model = Attends().eval()
-    manager = captured(model, "PIECEWISE", attention=builder)
-    requests = Requests(model)
-    EVENTS.clear()
-    builder.built_for.clear()
-    before = replays(manager)
-    for num_tokens in range(1, 9):
-        x, slots = rows(num_tokens), list(range(num_tokens))
-        torch.testing.assert_close(run(manager, x, attention=slots), requests.step(x, slots))
-    assert EVENTS == ["build", "op"] * 8
-    assert builder.built_for == [None] * 8, "at real sizes"
-    assert replays(manager) == before + 2 * 8
-    torch.testing.assert_close(builder.sums[: builder.num_slots], requests.sums)
-
-
 # What a manager returns, in whose memory, and what becomes of what the model writes.
 
 
@@ -305,14 +266,6 @@ def test_a_number_that_may_be_a_padded_size_is_refused(size: Callable[[torch.Ten
     refused("a number that comes from the padded size", lambda x: (x * 2, size(x)), error=ShapeError)
 
 
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-@pytest.mark.parametrize("width", [8, LARGEST])
-def test_a_width_that_equals_a_key_is_not_cut(mode: str, width: int) -> None:
-    manager = captured(Doubled(), mode, specs=[InputSpec("x", (LARGEST, width), torch.float32)])
-    for num_tokens in (3, 8, 9):
-        torch.testing.assert_close(run(manager, rows(num_tokens, width)), rows(num_tokens, width) * 2 + 1)
-
-
 def test_a_result_that_nothing_says_how_to_cut_is_refused_by_name() -> None:
     error = refused("output 0", lambda x: x.reshape(-1), error=ShapeError)
     assert "separate dimension" in error.remedy
@@ -342,16 +295,6 @@ def test_results_are_valid_until_the_next_run_and_each_is_an_object_of_its_own()
     assert first.shape == (3, WIDTH)
     torch.testing.assert_close(first, second[:3])
     assert not torch.equal(first, kept)
-
-
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "NONE"])
-def test_a_result_may_be_the_next_input(mode: str) -> None:
-    manager = captured(Doubled(), mode)
-    for num_tokens in (3, 8, 9):
-        x = expected = rows(num_tokens)
-        for _ in range(3):
-            x, expected = run(manager, x), expected * 2 + 1
-            torch.testing.assert_close(x, expected)
 
 
 def test_what_a_caller_writes_to_a_result_harms_no_later_one() -> None:

@@ -143,18 +143,6 @@ def test_a_graph_after_python_at_some_sizes_alone() -> None:
     manager.close()
 
 
-def test_what_python_computes_before_the_first_graph_is_refused() -> None:
-    class Centred(Counts):
-        @torch.compiler.disable
-        def centred(self, x: torch.Tensor) -> torch.Tensor:
-            return x - x.mean(0)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.centred(x) * 2
-
-    refused("a tensor that Python computes", Centred(), sizes=(8,))
-
-
 def test_a_refused_first_run_leaves_no_state() -> None:
     class Nothing(Counts):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -310,15 +298,6 @@ def test_a_leaf_that_some_sizes_lack_is_refused() -> None:
 
 
 # -- what is refused, and what is not ----------------------------------------------------------------------------------
-
-
-def test_a_tensor_that_some_sizes_read_from_elsewhere() -> None:
-    constant = torch.ones(WIDTH)
-    manager = captured(lambda x: x * 2 + constant if x.shape[0] <= 4 else x * 2)
-    for num_tokens in (3, 8):
-        x = rows(num_tokens)
-        torch.testing.assert_close(run(manager, x), x * 2 + (constant if num_tokens <= 4 else 0))
-    manager.close()
 
 
 def test_a_count_that_is_not_the_product_of_the_sizes_is_refused() -> None:

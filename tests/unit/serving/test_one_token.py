@@ -187,37 +187,3 @@ def test_an_input_that_larger_batches_write_alone_is_copied_back() -> None:
         torch.testing.assert_close(run(manager, x), written(expected))
         torch.testing.assert_close(x, expected)
     manager.close()
-
-
-def test_results_of_an_uncompiled_batch_are_new_objects() -> None:
-    class Echoes(nn.Module):
-        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"x": x, "twice": 2 * x}
-
-    manager = captured(Echoes(), **ONE)
-    for _ in range(2):
-        found = run(manager, rows(3))
-        assert not hasattr(found["x"], "seen")
-        found["x"].seen = True
-        torch.testing.assert_close(found, {"x": rows(3), "twice": 2 * rows(3)})
-    manager.close()
-
-
-def test_an_uncompiled_batch_writes_inputs_and_state() -> None:
-    class Writes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("seen", torch.zeros(()))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.seen.add_(1)
-            x.add_(1)
-            return x * 2
-
-    manager = captured(Writes(), **ONE)
-    for num_tokens in (3, 1, 3):
-        x = rows(num_tokens)
-        torch.testing.assert_close(run(manager, x), 2 * (rows(num_tokens) + 1))
-        torch.testing.assert_close(x, rows(num_tokens) + 1)
-    assert manager.model.seen == 3
-    manager.close()

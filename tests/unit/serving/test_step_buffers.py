@@ -15,7 +15,6 @@ from torch import nn
 import graphpass as gp
 from graphpass import Batch, CudaGraphManager, InputSpec
 from graphpass.errors import OptionError, ShapeError
-from graphpass.regions import register_padding_rule
 from graphpass.serving.buffers import InputBuffers
 from graphpass.serving.recipe import Recipe, result_buffers
 from tests.unit.serving.managed import captured, sum_of_rows
@@ -60,15 +59,6 @@ def test_a_buffer_for_each_input_at_the_largest_batch() -> None:
     assert buffers.num_bytes() == 4 * (LARGEST + 2) * WIDTH + 8 * 3 * (LARGEST + 2) + 2
 
 
-def test_the_model_reads_the_start_of_the_buffers_at_any_size() -> None:
-    buffers = InputBuffers([X], CPU)
-    buffers.tensors["x"].copy_(torch.randn(LARGEST, WIDTH))
-    for size in range(1, LARGEST + 1):
-        view = buffers.at({"num_tokens": size}).arguments["x"]
-        assert view.data_ptr() == buffers.tensors["x"].data_ptr()
-        assert torch.equal(view, buffers.tensors["x"][:size])
-
-
 @pytest.mark.parametrize("padding", [0, 7.5, -1, math.inf, True], ids=str)
 def test_padding_by_a_value_is_there_from_the_start_and_after_larger_batches(padding: Any) -> None:
     buffers = InputBuffers([InputSpec("x", (LARGEST, WIDTH), torch.float32, padding=padding)], CPU)
@@ -80,32 +70,6 @@ def test_padding_by_a_value_is_there_from_the_start_and_after_larger_batches(pad
         given = filled(buffers, None if is_in_place else {"x": poison[:real]}, real, LARGEST)
         assert given["x"][:real].isnan().all()
         assert torch.equal(given["x"][real:], expected[real:])
-
-
-def test_repeated_rows_follow_the_last_real_one() -> None:
-    buffers = InputBuffers([InputSpec("x", (LARGEST, WIDTH), torch.float32, padding="repeat")], CPU)
-    for real, padded in ((9, 10), (3, 4), (4, 4), (1, 8), (5, 10)):
-        x = torch.randn(real, WIDTH)
-        for inputs in ({"x": x}, None):
-            given = filled(buffers, inputs, real, padded)["x"]
-            assert given.shape == (padded, WIDTH)
-            assert torch.equal(given, torch.cat([x, x[-1:].expand(padded - real, WIDTH)]))
-
-
-def test_a_padding_function_receives_the_real_rows_and_the_padded_shape() -> None:
-    calls = []
-
-    def rule(real: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        calls.append((tuple(real.shape), shape))
-        return torch.cat([real, torch.full((shape[0] - real.shape[0], *shape[1:]), real.sum().item())])
-
-    buffers = InputBuffers([InputSpec("x", (LARGEST, WIDTH), torch.float32, padding=rule)], CPU)
-    for real, padded in ((9, 10), (3, 4), (1, 8)):
-        x = torch.randn(real, WIDTH)
-        for inputs in ({"x": x}, None):
-            given = filled(buffers, inputs, real, padded)["x"]
-            torch.testing.assert_close(given, rule(x, (padded, WIDTH)))
-    assert set(calls) == {((9, WIDTH), (10, WIDTH)), ((3, WIDTH), (4, WIDTH)), ((1, WIDTH), (8, WIDTH))}
 
 
 def test_a_function_that_returns_another_shape_is_refused_and_the_next_batch_is_right() -> None:
@@ -120,14 +84,6 @@ def test_a_function_that_returns_another_shape_is_refused_and_the_next_batch_is_
     wrong[0] = False
     x = torch.randn(2, WIDTH)
     assert torch.equal(filled(buffers, {"x": x}, 2, 4)["x"], torch.cat([x, torch.ones(2, WIDTH)]))
-
-
-def test_which_tokens_are_padding() -> None:
-    buffers = InputBuffers([X], CPU)
-    assert mask(buffers).all()
-    for real in (9, 3, 5, 0, 10, 1):
-        filled(buffers, None, real, LARGEST)
-        assert mask(buffers).tolist() == [n >= real for n in range(LARGEST)]
 
 
 def test_restoring_restores_the_buffers() -> None:
@@ -402,57 +358,3 @@ def test_the_context_says_which_rows_are_padding(mode: str) -> None:
     for num_tokens in (3, 8, 1, 9, 2, 10, 5, 4):
         x = torch.randn(num_tokens, WIDTH)
         torch.testing.assert_close(manager.run(Batch(num_tokens, inputs={"x": x})), x - x.sum(0))
-
-
-def test_padding_after_an_input_that_was_refused() -> None:
-    manager = manager_of(Sums(), [X])
-    manager.run(Batch(8, inputs={"x": torch.full((8, WIDTH), math.nan)}))
-    with pytest.raises(ShapeError):
-        manager.run(Batch(2, inputs={"x": torch.ones(5, WIDTH)}))
-    for num_tokens in (3, 5):
-        x = torch.randn(num_tokens, WIDTH)
-        torch.testing.assert_close(manager.run(Batch(num_tokens, inputs={"x": x}))[1], x.sum(0))
-
-
-def test_a_padding_function_that_fails_leaves_the_next_batch_right() -> None:
-    failing = [False]
-
-    def rule(real: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        if failing[0]:
-            raise FloatingPointError("on purpose")
-        return torch.cat([real, real.new_zeros(shape[0] - len(real), *shape[1:])])
-
-    manager = manager_of(Sums(), [InputSpec("x", (LARGEST, WIDTH), torch.float32, padding=rule)])
-    failing[0] = True
-    with pytest.raises(FloatingPointError):
-        manager.run(Batch(3, inputs={"x": torch.full((3, WIDTH), math.nan)}))
-    failing[0] = False
-    for num_tokens in (1, 3, 8):
-        x = torch.randn(num_tokens, WIDTH)
-        torch.testing.assert_close(manager.run(Batch(num_tokens, inputs={"x": x}))[1], x.sum(0))
-
-
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_the_first_capture_sees_the_declared_padding(mode: str) -> None:
-    """Zero is no valid id here: warm-up and capture may read nothing else than what was declared."""
-
-    class Embeds(nn.Module):
-        def forward(self, ids: torch.Tensor) -> Any:
-            return torch.ops.graphpass_step_buffers_test.valid(ids) * 2
-
-    manager = manager_of(Embeds(), [InputSpec("ids", (LARGEST,), torch.long, padding=5)], mode)
-    for num_tokens in (3, 8, 1):
-        ids = torch.arange(num_tokens) + 5
-        torch.testing.assert_close(manager.run(Batch(num_tokens, inputs={"ids": ids})), ids * 2)
-
-
-@torch.library.custom_op("graphpass_step_buffers_test::valid", mutates_args=())
-def valid(ids: torch.Tensor) -> torch.Tensor:
-    assert ids.is_meta or not bool((ids < 5).any()), "an id that is none"
-    return ids.clone()
-
-
-valid.register_fake(torch.empty_like)
-
-
-register_padding_rule("graphpass_step_buffers_test::valid", lambda call: call.tensor("ids"))

@@ -15,7 +15,11 @@ from graphpass.errors import OptionError, ShapeError
 from graphpass.text import experts as experts_op
 from graphpass.text.experts import HUGGING_FACE_NAME, compute_experts_by_token, expert_linear, products_by_blocks
 
-transformers = pytest.importorskip("transformers")
+
+def hf() -> Any:
+    """Transformers, which takes long to import."""
+    return pytest.importorskip("transformers")
+
 
 Linear = Callable[..., Tensor]
 # tokens, experts of each, experts, in, out: one token, many for few experts, few for many, widths for blocks alone
@@ -123,8 +127,8 @@ FAMILIES["GptOss"]["rope_parameters"]["rope_type"] = "default"
 
 
 def small_model(family: str) -> Any:
-    config = getattr(transformers, f"{family}Config")(**SMALL, **FAMILIES[family])
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    config = getattr(hf(), f"{family}Config")(**SMALL, **FAMILIES[family])
+    model = getattr(hf(), f"{family}ForCausalLM")(config).eval()
     seeded = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():

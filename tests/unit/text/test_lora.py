@@ -30,7 +30,6 @@ from tests.unit.text.adapted import (
     LARGEST,
     MAX_RANK,
     NAMES,
-    SIZES,
     WIDTH,
     Adapted,
     Adapter,
@@ -54,11 +53,6 @@ def pairwise() -> list[tuple[int, str, str, str]]:
     ]
 
 
-def all_ways() -> list[tuple[int, str, str, str]]:
-    with_inductor = [(3, mode, kind, "inductor") for mode, kind in zip(MODES, KINDS, strict=True)]
-    return [*itertools.product((1, 2, 3), MODES, KINDS, ("eager", "aot_eager")), *with_inductor]
-
-
 def check_every_mix(max_loras: int, mode: str, kind: str, compiler: str) -> None:
     adapted = Adapted(mode, key_kinds(max_loras)[kind], max_loras=max_loras, compiler=compiler)
     captures, replays = adapted.captures(), adapted.replays()
@@ -71,12 +65,6 @@ def check_every_mix(max_loras: int, mode: str, kind: str, compiler: str) -> None
 
 @pytest.mark.parametrize(("max_loras", "mode", "kind", "compiler"), pairwise())
 def test_every_mix_is_the_merged_model(max_loras: int, mode: str, kind: str, compiler: str) -> None:
-    check_every_mix(max_loras, mode, kind, compiler)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(("max_loras", "mode", "kind", "compiler"), all_ways())
-def test_every_mix_is_the_merged_model_every_way(max_loras: int, mode: str, kind: str, compiler: str) -> None:
     check_every_mix(max_loras, mode, kind, compiler)
 
 
@@ -122,27 +110,6 @@ def test_a_step_computes_the_adapters_that_its_key_counts_and_no_other(mode: str
         adapted.check([None, *active])
         for tensor, values in held:
             tensor.copy_(values)
-    adapted.manager.close()
-
-
-def test_a_key_that_rounds_up_computes_slots_without_a_token() -> None:
-    adapted = Adapted("FULL", LoraKeys(3), sizes=[8])
-    slot = adapted.adapters.slot_of("c")
-    for layer in adapted.adapters.layers.values():
-        layer.lora_b[slot] = float("nan")
-    assert not adapted.run(["a"]).isfinite().all()
-    adapted.manager.close()
-
-
-def test_padding_never_gets_an_adapter() -> None:
-    adapted = Adapted("FULL", LoraKeys(3), sizes=[8])
-    slots = adapted.manager.buffers["lora_slots"]
-    adapted.check(["b"] * 8)
-    assert (slots[:8] == adapted.adapters.slot_of("b")).all()
-    adapted.check(["c"] * 3)
-    assert (slots[3:] == -1).all()
-    adapted.check([None] * 8)
-    assert (slots == -1).all()
     adapted.manager.close()
 
 
@@ -417,8 +384,3 @@ def test_rows_are_counted_alike() -> None:
     adapters = LoraAdapters(Mlp(), "up", max_loras=1, max_rank=1)
     with pytest.raises(OptionError, match="for each of 2 rows; found 1 numbers"):
         adapters.of_rows([None, None], [3])
-
-
-def test_sizes_of_the_tests_leave_batches_without_a_graph() -> None:
-    """The mixes above reach beyond the largest key, so that NONE is among what they run in."""
-    assert max(map(len, mixes(NAMES))) == LARGEST > max(SIZES)

@@ -10,12 +10,16 @@ import pytest
 import torch
 
 from graphpass.errors import CaptureError, ContextError, OptionError, ShapeError
-from graphpass.text import CausalLM, Generation, LoraAdapters, Request
+from graphpass.text import CausalLM, Generation, Request
 from graphpass.text.experts import HUGGING_FACE_NAME as EXPERTS_NAME
 from graphpass.text.hfmodel import ServedModel, fix_frequencies
 from graphpass.text.paged.huggingface import HUGGING_FACE_NAME
 
-transformers = pytest.importorskip("transformers")
+
+def hf() -> Any:
+    """Transformers, which takes long to import."""
+    return pytest.importorskip("transformers")
+
 
 TEXT = {
     "hidden_size": 32,
@@ -42,8 +46,8 @@ STOCK = "sdpa"
 
 def llama(config: Any = None) -> Any:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**TEXT, attn_implementation=STOCK) if config is None else config
-    model = transformers.LlamaForCausalLM(config).eval()
+    config = hf().LlamaConfig(**TEXT, attn_implementation=STOCK) if config is None else config
+    model = hf().LlamaForCausalLM(config).eval()
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(torch.randn_like(weight) * 0.4)
@@ -120,7 +124,7 @@ def test_a_plain_call_beside_a_living_server_says_how_to_make_it(model: Any, way
 def test_a_second_decoder_has_no_problem_of_our_own_operator() -> None:
     """Dynamo makes a symbol of the scale, which differs from that of the first."""
     for width in (8, 16):
-        model = llama(transformers.LlamaConfig(**{**TEXT, "head_dim": width}, attn_implementation=STOCK))
+        model = llama(hf().LlamaConfig(**{**TEXT, "head_dim": width}, attn_implementation=STOCK))
         expected, lm = own_tokens(model), CausalLM(model, **SIZES)
         assert tokens(lm) == expected
         assert lm.report().problems == ()
@@ -142,14 +146,6 @@ def test_another_model_of_the_same_config_is_not_affected(model: Any) -> None:
     assert own_tokens(later) == expected
     lm.close()
     assert other.config is model.config
-
-
-def test_a_construction_that_fails_gives_the_model_back(model: Any) -> None:
-    config = model.config
-    with pytest.raises(OptionError):
-        CausalLM(model, **SIZES, no_such_option=1)
-    assert model.config is config
-    assert set(attention_of(model)) == {STOCK}
 
 
 class Pools(torch.nn.Module):
@@ -174,29 +170,6 @@ def test_a_capture_that_fails_gives_the_model_back(model: Any, call: Any) -> Non
     assert model.config is config
 
 
-@pytest.mark.soak
-def test_a_closed_manager_refuses_the_model(model: Any) -> None:
-    """The model has its former attention then, which would attend to the tokens of all requests."""
-    lm = CausalLM(model, mode="NONE", **SIZES)
-    tokens(lm)
-    lm.close()
-    generation = Generation(lm.manager)
-    generation.add(Request.of("a", PROMPTS[0], 2))
-    with pytest.raises(CaptureError, match="mixes the tokens"):
-        generation.step()
-
-
-def test_two_that_serve_one_model_give_it_back_together(model: Any) -> None:
-    config, expected = model.config, own_tokens(model)
-    first, second = (CausalLM(model, mode="NONE", **SIZES) for _ in range(2))
-    first.close()
-    assert set(attention_of(model)) == {HUGGING_FACE_NAME}
-    assert tokens(second) == expected
-    second.close()
-    assert model.config is config
-    assert set(attention_of(model)) == {STOCK}
-
-
 def settings_of(model: Any) -> list[tuple[int, str, str]]:
     """Each module's config object, and the implementations that it names."""
     configs = [module.config for module in model.modules() if hasattr(module, "config")]
@@ -207,11 +180,11 @@ def settings_of(model: Any) -> list[tuple[int, str, str]]:
 @pytest.mark.parametrize("is_first_in_first_out", [True, False])
 def test_modules_are_given_back_in_any_order(shares: str, is_first_in_first_out: bool) -> None:
     """Of one model that two serve, and of two models around one stack of layers; with experts."""
-    config = transformers.MixtralConfig(**TEXT, num_local_experts=2, attn_implementation=STOCK)
+    config = hf().MixtralConfig(**TEXT, num_local_experts=2, attn_implementation=STOCK)
     torch.manual_seed(0)
-    model = other = transformers.MixtralForCausalLM(config).eval()
+    model = other = hf().MixtralForCausalLM(config).eval()
     if shares == "modules":
-        other = transformers.MixtralForCausalLM(config).eval()
+        other = hf().MixtralForCausalLM(config).eval()
         other.model, other.lm_head = model.model, model.lm_head
     before = [settings_of(model), settings_of(other)]
     lms = [CausalLM(each, mode="NONE", **SIZES) for each in (model, other)]
@@ -255,25 +228,14 @@ def test_a_construction_that_fails_leaves_another_one_serving(model: Any) -> Non
     assert set(attention_of(model)) == {STOCK}
 
 
-def test_a_model_with_adapters_is_given_back(model: Any) -> None:
-    config, expected = model.config, own_tokens(model)
-    adapters = LoraAdapters(model, ["q_proj"], max_loras=1, max_rank=2)
-    lm = CausalLM(model, adapters=adapters, **SIZES)
-    assert set(attention_of(model)) == {HUGGING_FACE_NAME}
-    lm.close()
-    assert model.config is config
-    assert set(attention_of(model)) == {STOCK}
-    assert own_tokens(model) == expected
-
-
 def test_configs_within_configs_are_given_back() -> None:
     """Modules of a model of images and text refer to the whole config, and to its parts."""
-    text = transformers.Gemma3TextConfig(**TEXT)
-    vision = transformers.SiglipVisionConfig(
+    text = hf().Gemma3TextConfig(**TEXT)
+    vision = hf().SiglipVisionConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, image_size=16, patch_size=4
     )
-    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
-    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    config = hf().Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    model = hf().Gemma3ForConditionalGeneration(config).eval()
     before = {module: module.config for module in model.modules() if hasattr(module, "config")}
     parts = (config, config.text_config, config.vision_config)
     assert {id(of) for of in before.values()} == {id(part) for part in parts}
@@ -290,22 +252,6 @@ class Tuned(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.is_tuned, self.other = True, 1
-
-
-def test_attributes_that_the_set_up_changes_are_given_back() -> None:
-    module = Tuned()
-    served = ServedModel(module)
-    with served.changed():
-        module.is_tuned = False
-    served.give_back()
-    assert module.is_tuned
-    served.use()
-    assert not module.is_tuned
-    module.other = 2
-    served.give_back()
-    served.give_back()
-    assert module.is_tuned
-    assert module.other == 2
 
 
 def test_a_value_that_the_user_has_set_since_stays() -> None:
@@ -350,8 +296,8 @@ def rotary_of(rope_type: str, parameters: dict[str, Any]) -> Any:
     """The rotary embedding of a small Llama."""
     longest = TRAINED if rope_type == "dynamic" else 4 * TRAINED
     rope = {"rope_type": rope_type, "rope_theta": 1e4, **parameters}
-    config = transformers.LlamaConfig(**SMALL_ROPE, max_position_embeddings=longest, rope_parameters=rope)
-    return transformers.LlamaModel(config).rotary_emb
+    config = hf().LlamaConfig(**SMALL_ROPE, max_position_embeddings=longest, rope_parameters=rope)
+    return hf().LlamaModel(config).rotary_emb
 
 
 def angles(rotary: Any, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -410,10 +356,10 @@ def test_layers_of_each_type_have_their_own() -> None:
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
     small = {**SMALL_ROPE, "num_hidden_layers": 2, "layer_types": list(rope)}
-    config = transformers.Gemma3TextConfig(
+    config = hf().Gemma3TextConfig(
         **small, head_dim=8, num_key_value_heads=1, max_position_embeddings=4 * TRAINED, rope_parameters=rope
     )
-    rotary = transformers.Gemma3TextModel(config).rotary_emb
+    rotary = hf().Gemma3TextModel(config).rotary_emb
     positions = torch.arange(TRAINED).unsqueeze(0)
     expected = {of: rotary(torch.zeros(1), positions, of) for of in rope}
     with pytest.raises(OptionError, match="Gemma3RotaryEmbedding"):

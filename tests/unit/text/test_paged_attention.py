@@ -115,15 +115,6 @@ def test_requests_come_and_go(steps: list[list[int]], uniform: int, endings: lis
     assert not any(pages[0].any() for pages in paged.pages())
 
 
-def test_keys_share_what_each_step_computes_again() -> None:
-    paged = Paged(GROUPED)
-    step = PagedRequests([1], [1], [[2]])
-    large, small = (paged.attention.build(step, uniform_key(n)) for n in (6, 2))
-    assert small.slots.data_ptr() == large.slots.data_ptr()
-    assert small.bias.data_ptr() == large.bias.data_ptr()
-    assert small.slot_mapping.data_ptr() != large.slot_mapping.data_ptr()
-
-
 def test_metadata_built_in_inference_mode_serves_outside_of_it() -> None:
     with torch.inference_mode():
         paged = Paged(GROUPED)
@@ -198,20 +189,6 @@ def test_a_page_is_used_again_whatever_its_last_owner_left() -> None:
     assert paged.allocator.num_free == 1
 
 
-def test_requests_do_not_see_each_others_nan() -> None:
-    paged = Paged(GROUPED)
-    broken, sound = paged.begin(), paged.begin()
-    run_eager(paged, [broken, sound], [4, 4])
-    broken.keys[:] = torch.nan
-    for pages in paged.pages():
-        pages[broken.pages] = torch.nan
-    for query_lens in ([1, 1], [2, 3]):
-        step, tensors = paged.grow([broken, sound], query_lens)
-        outs = run(paged, tensors, paged.attention.build(step, None), sum(query_lens))
-        for out, layer in zip(outs, tensors, strict=True):
-            torch.testing.assert_close(out[query_lens[0] :], layer.expected[query_lens[0] :], **CLOSE)
-
-
 def test_key_metadata() -> None:
     """Unused requests, padded tokens and pages behind the last."""
     paged = Paged(GROUPED, page_size=8)
@@ -234,13 +211,6 @@ def test_arrays_do_as_well_as_lists() -> None:
     expected = paged.attention.build(PagedRequests([2, 2], [9, 2], [[5, 3], [4]]), None)
     assert torch.equal(found.block_tables, expected.block_tables)
     assert torch.equal(found.slot_mapping, expected.slot_mapping)
-
-
-def test_eager_metadata_is_each_steps_own() -> None:
-    paged = Paged(GROUPED)
-    first = paged.attention.build(PagedRequests([1], [1], [[2]]), None)
-    paged.attention.build(PagedRequests([1], [1], [[3]]), None)
-    assert first.slot_mapping.tolist() == [2 * 4]
 
 
 @pytest.mark.parametrize("key", [None, uniform_key(4)], ids=["eager", "FULL"])

@@ -133,19 +133,6 @@ def test_a_request_waits_until_all_its_pages_are_free() -> None:
     assert not scheduler.has_work()
 
 
-def test_an_early_end_gives_pages_and_slot_back() -> None:
-    scheduler = make_scheduler(num_pages=3, reqs=1)
-    first = make_request("a", 4, 8)
-    scheduler.add(first)
-    scheduler.add(make_request("b", 4, 8))
-    for _ in range(3):
-        scheduler.plan()
-    scheduler.finish(first)
-    plan = scheduler.plan()
-    assert plan is not None
-    assert rows_of(plan) == [("b", 4, 4)]
-
-
 def test_requests_can_be_removed_in_every_state() -> None:
     scheduler = make_scheduler(reqs=1)
     running, waiting = make_request("a", 4, 8), make_request("b", 4, 8)
@@ -195,12 +182,6 @@ def test_a_request_that_could_never_run_is_refused_by_name(
     with pytest.raises(error, match=rf"request 7 .*{words}"):
         scheduler.add(Request.of("request 7", prompt, max_new))
     assert not scheduler.has_work()
-
-
-def test_what_just_fits_runs() -> None:
-    scheduler = make_scheduler(num_pages=6)
-    scheduler.add(make_request("a", 19, 5))
-    assert sum(plan.num_tokens for plan in run_all(scheduler)) == 23
 
 
 def test_a_request_is_added_once() -> None:

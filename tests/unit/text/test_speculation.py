@@ -122,14 +122,6 @@ def test_right_guesses_take_one_step_for_all(draft_tokens: int, num_new: int) ->
     assert stats.acceptance == (1.0 if stats.num_drafted else 0.0)
 
 
-@pytest.mark.parametrize("drafter", [wrong, nothing])
-def test_without_a_right_guess_it_is_greedy_decoding(drafter: Propose) -> None:
-    model = make_model(3, max_num_tokens=16)
-    found, stats = served(model, Asked(3, drafter), [PROMPT, PROMPT[:2]], [12, 9])
-    assert found == [continued(PROMPT, 12, []), continued(PROMPT[:2], 9, [])]
-    assert (stats.num_steps, stats.num_accepted, stats.acceptance) == (12, 0, 0.0)
-
-
 def test_guesses_are_filled_to_uniform_decodes() -> None:
     """Also where one fewer guess fits than there are, and where a row has none; a text of 3 tokens is too short."""
     model = make_model(3, max_num_tokens=16)
@@ -144,13 +136,6 @@ def test_without_decode_graphs_nothing_is_filled() -> None:
     model = make_model(3, mode="PIECEWISE", max_num_tokens=16)
     served(model, Asked(3, nothing), [PROMPT, [1]], [4, 4])
     assert model.batches == [[5, 1], [1, 1], [1, 1], [1, 1]]
-
-
-def test_prompts_come_in_beside_drafts() -> None:
-    model = make_model(3, max_num_reqs=2, max_num_tokens=9)
-    found, _ = served(model, Asked(3, right), [PROMPT, list(range(20))], [9, 2])
-    assert model.batches == [[5, 4], [4, 5], [4, 5], [6], [4]]
-    assert found == [continued(PROMPT, 9, []), continued(list(range(20)), 2, [])]
 
 
 @pytest.mark.parametrize("at", range(7))
@@ -225,17 +210,6 @@ def test_guesses_come_in_any_sequence(guesses: Any) -> None:
 
     found, _ = served(make_model(2, max_num_tokens=16), Given(), [PROMPT], [6])
     assert found == [continued(PROMPT, 6, [])]
-
-
-def test_a_failing_drafter_gives_all_pages_back() -> None:
-    class Failing:
-        def propose(self, _request: Request, _text: Ints, _limit: int) -> Any:
-            raise ZeroDivisionError
-
-    model = make_model(2)
-    with pytest.raises(ZeroDivisionError):
-        generate(model, [PROMPT], max_new_tokens=6, drafter=Failing())
-    assert model.all_pages_are_free
 
 
 def test_a_manager_that_verifies_no_drafts_takes_no_drafter() -> None:
