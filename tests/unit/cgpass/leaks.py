@@ -36,10 +36,6 @@ def matrix(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     return ((torch.randn(rows, 8) + 2).to(dtype),)
 
 
-def signals(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    return ((torch.randn(rows, 2, 4) + 2).to(dtype),)
-
-
 def of(function: Callable[..., Any], arguments: Make = matrix, **options: Any) -> Program:
     """A program without parameters."""
     return Program(lambda dtype: function, arguments, {**Program(of, matrix).options, **options})
@@ -82,47 +78,23 @@ def mean_by_scatter_reduce(x: torch.Tensor, batch: torch.Tensor) -> torch.Tensor
     return empty.scatter_reduce(0, index, x, "mean", include_self=False)
 
 
-def centred_in_place(x: torch.Tensor) -> torch.Tensor:
-    y = x.clone()
-    y -= x.mean(0)
-    return y
-
-
 LEAKS: Mapping[str, Program] = {
     "mean pooling": Program(lambda dtype: mean_pooling, graph, GRAPH),
     "scatter_reduce": Program(lambda dtype: mean_by_scatter_reduce, graph, GRAPH),
     "mean": of(lambda x: x.mean(0)),
-    "mean of all entries": of(lambda x: x.mean()),
     "sum over the number": of(lambda x: x.sum(0) / x.shape[0]),
     "variance": of(lambda x: x.var(0)),
-    "biased variance": of(lambda x: x.var(0, correction=0)),
-    "standard deviation": of(lambda x: x.std(0)),
-    "std_mean": of(lambda x: torch.std_mean(x, 0)[0]),
-    "root mean square": of(lambda x: x.square().mean(0).sqrt()),
     "centred": of(lambda x: x - x.mean(0, keepdim=True)),
-    "centred in place": of(centred_in_place),
-    "standardised": of(lambda x: (x - x.mean(0)) / (x.std(0) + 1e-5)),
     "softmax": of(lambda x: x.softmax(0).sum(1)),
-    "log_softmax": of(lambda x: x.log_softmax(0)),
-    "logsumexp": of(lambda x: (x + 3).logsumexp(0)),
     "batch norm in training": module(lambda: nn.BatchNorm1d(8), training=True),
     "instance norm": of(lambda x: F.instance_norm(x.t()[None])),
     "group norm": of(lambda x: F.group_norm(x.t()[None], 4)),
-    "layer norm over rows": of(lambda x: F.layer_norm(x.t(), (x.shape[0],))),
-    "RMS norm over rows": of(lambda x: x.t() * torch.rsqrt(x.t().square().mean(-1, keepdim=True) + 1e-6)),
     "scaled by the number": of(lambda x: x * x.shape[0] ** -0.5),
-    "reversed cumulative mean": of(lambda x: x.flip(0).cumsum(0)[-1] / x.shape[0]),
     "einsum average": of(lambda x: torch.einsum("nf,ng->fg", x, x) / x.shape[0]),
-    "covariance": of(lambda x: (x - x.mean(0)).t() @ (x - x.mean(0)) / (x.shape[0] - 1)),
-    "cosine with the variance": of(lambda x: F.cosine_similarity(x, x.var(0, keepdim=True), dim=1)),
     "relative positions": of(lambda x: x + (torch.arange(x.shape[0], device=x.device) / x.shape[0])[:, None]),
-    "mean squared error": of(lambda x: F.mse_loss(x, torch.zeros_like(x))),
     "attention of a query": of(lambda x: F.scaled_dot_product_attention(x[None, :1] / 9, x[None], x[None])),
     "adaptive pool": of(lambda x: F.adaptive_avg_pool1d(x.t()[None], 1)),
     "mean and a masked logit": of(lambda x: torch.cat([x.mean(0), torch.full((2,), -1e30, dtype=x.dtype)])),
-    "share of positive entries": of(lambda x: (x > 2).to(x.dtype).mean(0)),
-    "weights that average": of(lambda x: x.t() @ torch.full_like(x[:, :1], 1.0).div(x.shape[0])),
-    "contrast": module(lambda: nn.Sequential(nn.Linear(8, 8), nn.Softmax(0))),
 }
 
 
@@ -158,15 +130,6 @@ def mean_with_a_trash_row(x: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
 
 def masked_rows(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     return *matrix(rows, dtype), (torch.rand(rows) > 0.3).to(dtype)
-
-
-def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return (x * mask[:, None]).sum(0) / mask.sum().clamp(min=1)
-
-
-def masked_spread(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    centred = (x - masked_mean(x, mask)) * mask[:, None]
-    return (centred.square().sum(0) / mask.sum().clamp(min=1)).sqrt()
 
 
 def masked_attention(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -205,8 +168,6 @@ RIGHT: Mapping[str, Program] = {
     "sum pooling": Program(lambda dtype: sum_pooling, graph, TRASH),
     "mean pooling with a trash row": Program(lambda dtype: mean_with_a_trash_row, graph, TRASH),
     "messages along edges": Program(lambda dtype: messages, edges_of, EDGES),
-    "masked mean": Program(lambda dtype: masked_mean, masked_rows, MASKED),
-    "masked spread": Program(lambda dtype: masked_spread, masked_rows, MASKED),
     "masked attention": Program(lambda dtype: masked_attention, masked_rows, MASKED),
     "masked maximum": Program(
         lambda dtype: lambda x, mask: x.masked_fill(mask[:, None] == 0, float("-inf")).amax(0),
@@ -215,17 +176,10 @@ RIGHT: Mapping[str, Program] = {
     ),
     "not a number in a row": Program(lambda dtype: lambda x, mask: x / mask[:, None], masked_rows, MASKED),
     "count": Program(lambda dtype: lambda x, mask: mask.sum().long() + x.long(), masked_rows, MASKED),
-    "softmax of each row": of(lambda x: x.softmax(1)),
-    "layer norm of each row": module(lambda: nn.LayerNorm(8)),
-    "mean of each row": of(lambda x: x.mean(1)),
     "multilayer perceptron": module(lambda: nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))),
-    "convolution of each row": module(lambda: nn.Conv1d(2, 3, 3, padding=1), signals),
     "batch norm in eval": module(lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))),
-    "argmax of each row": of(lambda x: x.argmax(1)),
     "sorted rows": of(lambda x: x.sort(1)[0]),
-    "top of each row": of(lambda x: x.topk(3, 1)),
     "cumulative sum": of(lambda x: x.cumsum(0)),
-    "cumulative mean": of(lambda x: x.cumsum(0) / torch.arange(1, x.shape[0] + 1, device=x.device)[:, None]),
     "written": of(written),
     "a sum": of(lambda x: x.sum(0)),
 }

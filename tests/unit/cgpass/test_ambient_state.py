@@ -17,7 +17,7 @@ import graphpass as gp
 from graphpass import BatchDescriptor, CUDAGraphMode, CUDAGraphWrapper, GraphRuntime
 from graphpass.errors import CaptureError
 from tests.observed import reported_regions
-from tests.unit.cgpass.attended import ALL_REGIONS, COMPILERS, FULL, Attended, Make, expected_counts
+from tests.unit.cgpass.attended import COMPILERS, FULL, Attended, Make, expected_counts
 from tests.unit.compiled import BOTH, agrees
 from tests.unit.models import module
 
@@ -98,21 +98,6 @@ def test_a_wrapped_module_freezes_no_cast_weights(rt: GraphRuntime) -> None:
         want = model(x)
         with at_four:
             agrees(wrapped(x), want)
-
-
-@COMPILERS
-def test_autocast_freezes_no_cast_weights(keyed: Make, compiler: str) -> None:
-    model = Attended().eval()
-    fast = keyed(model, compiler=compiler)
-    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        model(torch.randn(4, 6))  # leaves the cast weights in autocast's cache
-        fast.capture()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(-2)
-    with torch.autocast("cpu", torch.bfloat16):
-        fast.check()
-    assert fast.captured == ALL_REGIONS
 
 
 def cast_inside(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -209,20 +194,6 @@ def test_results_are_of_the_kind_that_eagers_are(keyed: Make, around: Callable[[
     assert fast.uses() == {(1, 2)}
 
 
-def test_inference_mode_after_no_grad_keeps_both_right(keyed: Make) -> None:
-    model = Attended()
-    fast = keyed(model)
-    with fast.rt.capturing():
-        for around in (torch.no_grad, torch.inference_mode, torch.no_grad, torch.inference_mode):
-            for mode in BOTH:
-                with around():
-                    x = torch.randn(4, 6)
-                    got = fast.at(mode, 4, x)
-                agrees(got.clone(), model(x.clone()).detach())
-    assert fast.rt.stats().callables <= 2
-    assert fast.captured <= 2 * ALL_REGIONS
-
-
 # Transforms of ``torch.func`` and forward-mode AD around what is compiled: right, or refused by name; never frozen.
 
 
@@ -304,31 +275,3 @@ def test_a_transform_around_a_wrapper(around: str, is_captured: bool, rt: GraphR
         assert is_refused_or_right(AROUND[around], wrapper, model, x) == (around != "beside")
         agrees(wrapper(x + 1), model(x + 1))
     assert {(c.captured, c.static_sets) for c in rt.counts().values()} == {(1, 1)}
-
-
-@MODES
-def test_tangents_of_parameters(mode: str | None, compiled: Make) -> None:
-    model = plain().eval().requires_grad_(False)
-    fast = compiled(model, compiler="aot_eager", dynamic=True)
-    x = torch.randn(4, 6)
-
-    def derivative(call: nn.Module, prefix: str) -> Any:
-        parameters = {prefix + name: value for name, value in model.named_parameters()}
-        tangents = {name: torch.ones_like(value) for name, value in parameters.items()}
-        return torch.func.jvp(lambda given: torch.func.functional_call(call, given, (x,)), (parameters,), (tangents,))
-
-    want = derivative(model, "")
-    with directed(mode, fast.rt):
-        fast.serve([(x,)] * 3)
-        for _ in range(2):
-            try:
-                agrees(derivative(fast.fast, "_orig_mod."), want, rtol=1e-4, atol=1e-5)
-            except CaptureError:
-                assert mode in ("PIECEWISE", "FULL")
-
-
-def test_vmap_inside_the_model_is_part_of_its_graph(keyed: Make) -> None:
-    fast = keyed(lambda x: torch.func.vmap(lambda row: row.cumsum(0) * row.sum())(x), compiler="aot_eager")
-    fast.check("FULL", capture=True)
-    fast.check("FULL", "FULL")
-    assert fast.uses() == {(1, 3)}

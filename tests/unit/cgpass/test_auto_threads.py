@@ -118,17 +118,6 @@ def test_threads_compile_and_capture_together(num_calls: int, rt: GraphRuntime) 
 
 
 @CALLS
-def test_threads_with_a_runtime_each(num_calls: int) -> None:
-    each = [Served(GraphRuntime()) for _ in range(NUM_THREADS)]
-    in_threads(lambda number: each[number].calls(num_calls, most=12)(number))
-    for fast in each:
-        assert not given_up(fast.rt)
-        assert fast.uses("captured") == {(1,)}
-        assert fast.rt.stats().replayed > num_calls // 10
-        fast.rt.close()
-
-
-@CALLS
 def test_two_models_of_one_runtime(num_calls: int, rt: GraphRuntime) -> None:
     """Their graphs share a pool: each replay makes the other model's outputs stale."""
     both = [Served(rt), Served(rt, nn.Sequential(nn.Linear(6, 6), nn.GELU()).eval())]
@@ -228,10 +217,3 @@ def test_a_capturing_scope_beside_calls_of_other_threads(num_calls: int, rt: Gra
     in_threads(run)
     assert not given_up(rt)
     assert fast.uses("captured") == {(1,)}
-
-
-def test_first_calls_at_once_are_no_calls_of_another_kind(rt: GraphRuntime) -> None:
-    """Dynamo compiles the call of each thread, though all are alike."""
-    fast = Served(rt, is_fresh=True)
-    in_threads(lambda _: fast.call(*[5] * 20))
-    assert [p.what for p in rt.report().problems if "another kind than in capture" in p.what] == []

@@ -21,7 +21,6 @@ from graphpass import BatchDescriptor, CudagraphDispatcher, CUDAGraphMode, Graph
 
 GUIDE = Path(__file__).parents[3] / "docs" / "manager.md"
 SIZES = [1, 2, 4, 8]
-Made = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 
 
 def graphs_of_dynamo() -> int:
@@ -175,49 +174,3 @@ def test_inputs_made_in_inference_mode_replay_what_others_captured(
     assert "inference_mode" in warned
     (problem,) = [problem for problem in engine.rt.report().problems if "traced its function once more" in problem.what]
     assert problem.places == ("g0", "g1")
-
-
-def test_what_was_captured_in_inference_mode_replays_under_no_grad() -> None:
-    engine = Engine()
-    ids, positions = buffers(9)
-    with torch.inference_mode():
-        engine.capture(ids, positions)
-    before = engine.rt.stats()
-    with torch.no_grad():
-        engine.serve(lambda size: (ids[:size], positions[:size]))
-        step = engine.dispatcher.dispatch(4)
-        result = engine.forward(step.mode, step.descriptor, ids[:4], positions[:4])
-    assert not result.is_inference()
-    after = engine.rt.stats()
-    assert (after.callables, after.artifacts, after.captured) == (before.callables, before.artifacts, before.captured)
-
-
-def test_captures_that_nobody_directed_are_information(caplog: pytest.LogCaptureFixture) -> None:
-    engine = Engine(dispatch="auto")
-    with torch.inference_mode(), caplog.at_level(logging.INFO, "graphpass"):
-        for _ in range(3):
-            engine.compiled(*buffers(4))
-    said = [record for record in caplog.records if record.name == "graphpass" and "captured without" in record.message]
-    assert {record.levelno for record in said} == {logging.INFO}
-    assert len(said) == engine.rt.stats().captured == 2, "the regions around the splitting op"
-    assert engine.rt.stats().replayed == 4
-
-
-def test_graphs_that_differ_in_a_number_are_two_graphs() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = 2.0
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * self.scale
-
-    rt = GraphRuntime()
-    model = Scaled()
-    compiled = torch.compile(model, backend="cgpass", options={"compiler": "eager", "runtime": rt})
-    x = torch.randn(4, 6)
-    with torch.inference_mode(), rt.capturing():
-        for scale in (2.0, 3.0, 5.0, 2.0):
-            model.scale = scale
-            with gp.set_forward_context(runtime_mode=CUDAGraphMode.FULL, batch_descriptor=BatchDescriptor(4)):
-                assert torch.equal(compiled(x), x * scale)

@@ -13,7 +13,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 import cgpass
 import graphpass as gp
 from graphpass import BatchDescriptor, CUDAGraphMode, GraphpassError, GraphRuntime
-from graphpass.errors import CaptureError, ContextError, DeviceError, OptionError, PartitionError, ShapeError
+from graphpass.errors import CaptureError, DeviceError, OptionError, PartitionError, ShapeError
 from tests.unit.cgpass.attended import ATTEND, FULL, MODES, Make, attended
 from tests.unit.compiled import Compiled, agrees
 from tests.unit.models import module
@@ -51,20 +51,20 @@ BAD_OPTIONS = [
 
 
 @pytest.mark.parametrize(("given", "found", "remedy"), BAD_OPTIONS, ids=[str(case[0]) for case in BAD_OPTIONS])
-def test_a_bad_option_is_refused_early_and_by_the_backend(given: dict[str, Any], found: str, remedy: str) -> None:
-    with pytest.raises(OptionError) as early:
+def test_a_bad_option_is_refused_early(given: dict[str, Any], found: str, remedy: str) -> None:
+    with pytest.raises(OptionError) as raised:
         cgpass.options(**given)
-    inner = refused_at_compile(torch.compile(attended, backend="cgpass", options=given), torch.randn(3, 6))
+    assert found in raised.value.found
+    assert remedy in raised.value.remedy
+    assert raised.value.expected
+
+
+def test_a_bad_option_is_refused_by_the_backend() -> None:
+    inner = refused_at_compile(
+        torch.compile(attended, backend="cgpass", options={"outputs": "copy"}), torch.randn(3, 6)
+    )
     assert isinstance(inner, OptionError)
-    for error in (early.value, inner):
-        assert found in error.found
-        assert remedy in error.remedy
-        assert error.expected
-
-
-def test_valid_options_are_returned_unchanged() -> None:
-    given: dict[str, Any] = {"mode": "full", "capture_sizes": (4, 2), "dynamic_dims": {"x": 0}, "outputs": "view"}
-    assert cgpass.options(**given) == given
+    assert (inner.found, inner.remedy.count("'clone'")) == ("'copy'", 1)
 
 
 def test_an_unknown_splitting_op_names_its_nearest(keyed: Make) -> None:
@@ -74,28 +74,12 @@ def test_an_unknown_splitting_op_names_its_nearest(keyed: Make) -> None:
     assert "'cgpasstest::attend'" in inner.remedy
 
 
-@pytest.mark.parametrize("preset", ["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
+@pytest.mark.parametrize("preset", ["reduce-overhead", "max-autotune-no-cudagraphs"])
 def test_presets_of_inductor_are_refused_by_name(preset: str) -> None:
     inner = refused_at_compile(torch.compile(attended, backend="cgpass", mode=preset), torch.randn(4, 6))
     assert isinstance(inner, OptionError)
     assert inner.found == f"mode={preset!r}"
     assert "options" in inner.expected
-
-
-@pytest.mark.parametrize(
-    ("mode", "descriptor", "found"),
-    [
-        ("FULL_AND_PIECEWISE", BatchDescriptor(4), "FULL_AND_PIECEWISE"),
-        ("FULL_DECODE_ONLY", BatchDescriptor(4), "FULL_DECODE_ONLY"),
-        ("FULL", None, "batch_descriptor"),
-        ("PIECEWISE", None, "batch_descriptor"),
-    ],
-    ids=["no runtime mode", "no runtime mode either", "FULL without a descriptor", "PIECEWISE without a descriptor"],
-)
-def test_a_context_that_names_no_graph_is_refused(mode: str, descriptor: BatchDescriptor | None, found: str) -> None:
-    context = {"runtime_mode": CUDAGraphMode.parse(mode), "batch_descriptor": descriptor}
-    with pytest.raises(ContextError, match=found), gp.set_forward_context(**context):
-        pass
 
 
 @MODES
@@ -121,14 +105,6 @@ def test_an_input_of_another_size_than_its_key_is_refused(keyed: Make, mode: str
         fast.capture(mode, sizes=[8])
 
 
-def test_without_declared_dims_a_wrong_size_does_not_fit_the_graph(keyed: Make) -> None:
-    fast = keyed(attended, dynamic=True)
-    fast.capture("FULL", sizes=[8])
-    with pytest.raises((ShapeError, CaptureError)) as raised:
-        fast.at("FULL", 8, torch.randn(5, 6))
-    assert "5" in raised.value.found
-
-
 def test_two_key_fields_are_each_checked(keyed: Make) -> None:
     fast = keyed(
         lambda x: x.softmax(1) * 2,
@@ -148,29 +124,11 @@ def test_two_key_fields_are_each_checked(keyed: Make) -> None:
         assert expected in raised.value.expected
 
 
-def test_capture_sizes_outside_the_guards_are_listed_with_their_constraint(keyed: Make) -> None:
-    def model(x: torch.Tensor) -> torch.Tensor:
-        torch._check(x.shape[0] <= 8, lambda: "at most 8 rows")
-        return x * 2
-
-    fast = keyed(model, dynamic=True, capture_sizes=[1, 4, 16], dynamic_dims={"x": 0})
-    fast.capture("FULL")
-    notes = list(fast.rt.notes)
-    assert any("num_tokens=16 is outside this graph's guards" in note and "<= 8" in note for note in notes)
-    assert any("num_tokens=1 is outside this graph's guards" in note and ">= 2" in note for note in notes)
-    assert not any("num_tokens=4 " in note for note in notes)
-    with pytest.raises(RuntimeError):
-        fast.capture("FULL", sizes=[16])
-    fast.check("FULL")
-    assert fast.captured == 1
-
-
-@MODES
-def test_a_second_device_is_refused(mode: str) -> None:
+def test_a_second_device_is_refused() -> None:
     with GraphRuntime(device="cpu") as runtime:
         fast = Compiled(runtime, lambda x, y: (x + 1, y * 2))
         with pytest.raises(DeviceError) as raised:
-            fast.at(mode, 4, torch.randn(4, 6), torch.randn(4, 6, device="meta"), capture=True)
+            fast.at("FULL", 4, torch.randn(4, 6), torch.randn(4, 6, device="meta"), capture=True)
         assert "meta" in raised.value.found
         assert "cpu" in raised.value.expected
         assert fast.captured == 0
@@ -253,7 +211,7 @@ FULL_FAILED, R2_FAILED = "g0.full failed at FULL 4 tokens, in g0.", "g0.r2 faile
 FAILS, FAILS_EAGERLY = "return fails(y + 1) * 2", "y = fails_eagerly(self.inner(x))"
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     ("mode", "op_name", "region", "line", "remedy"),
     [

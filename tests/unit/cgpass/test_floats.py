@@ -18,25 +18,19 @@ from tests.observed import calls_with_graph
 from tests.unit.cgpass.attended import Make
 from tests.unit.models import module
 
-VALUES = [0.1 + 0.07 * step for step in range(40)]
+VALUES = [0.1 + 0.07 * step for step in range(20)]
 Program = Callable[[torch.Tensor, float], Any]
 
 PROGRAMS: dict[str, Program] = {
     "product": lambda x, thr: x * thr,
-    "product of the number": lambda x, thr: thr * x,
-    "sum": lambda x, thr: x + thr,
     "difference": lambda x, thr: x.sub(thr, alpha=2),
     "difference from the number": lambda x, thr: thr - x,
-    "quotient": lambda x, thr: x / thr,
     "quotient of the number": lambda x, thr: thr / x,
     "power": lambda x, thr: x.abs() ** thr,
-    "power of the number": lambda x, thr: thr**x,
     "comparison": lambda x, thr: torch.stack([x > thr, thr >= x, x.eq(thr)]),
     "where": lambda x, thr: torch.where(x > thr, x, thr),
-    "where of two": lambda x, thr: torch.where(x > 0, thr, -thr),
     "clamp": lambda x, thr: x.clamp(-thr, thr),
     "clamp by both": lambda x, thr: torch.clamp(x, min=thr, max=3.0),
-    "clamp from below": lambda x, thr: x.clamp_min(thr),
     "masked_fill": lambda x, thr: x.masked_fill(x > 0, thr),
     "item assignment": lambda x, thr: assigned(x.clone(), thr),
     "in place": lambda x, thr: x.clone().mul_(thr).sub_(thr),
@@ -49,7 +43,6 @@ PROGRAMS: dict[str, Program] = {
     "a scalar": lambda x, thr: x.sum() * thr,
     "a branch": lambda x, thr: x * thr if thr > 0.5 else x + thr,
     "a result": lambda x, thr: (x * thr, thr * 2),
-    "used twice": lambda x, thr: (x + thr).relu() * thr,
 }
 
 
@@ -116,19 +109,10 @@ def test_results_have_type_and_values_of_eager(name: str, compiler: str, dtype: 
     program = PROGRAMS[name]
     fast = Compiled(program, compiler, True)
     with torch.no_grad():
-        for x, thr in zip(inputs(dtype, 6), VALUES[::7], strict=True):
+        for x, thr in zip(inputs(dtype, 6), VALUES[:18:3], strict=True):
             want = program(x.clone(), thr)
             torch.testing.assert_close(fast.call(x.clone(), thr), want, equal_nan=True)
     assert calls_with_graph(fast.runtime) >= 3
-
-
-def test_inductor_takes_floats_as_tensors() -> None:
-    fast = Compiled(PROGRAMS["arithmetic"], "inductor", True)
-    with torch.no_grad():
-        for x, thr in zip(inputs(torch.bfloat16, 5), VALUES, strict=False):
-            torch.testing.assert_close(fast.call(x, thr), PROGRAMS["arithmetic"](x, thr))
-    assert fast.num_compiled == 1
-    assert calls_with_graph(fast.runtime) == 4
 
 
 @pytest.mark.parametrize(
@@ -168,7 +152,7 @@ def test_a_module_s_float_is_an_input_when_it_changes() -> None:
 def test_padding_is_proved_beside_a_float(compiled: Make) -> None:
     layer = nn.Linear(4, 4)
     fast = compiled(lambda x, thr: (layer(x) * thr).clamp(-thr, 1.0), dynamic=True)
-    sizes = [5, 6, 7, 8, 5, 9, 11, 10] * 5
+    sizes = [5, 6, 7, 8, 5, 9, 11, 10, 5, 6] * 2
     fast.serve([(torch.randn(rows, 4), thr) for rows, thr in zip(sizes, VALUES, strict=True)])
     assert fast.padded_sizes == {"x[0]": True}
 

@@ -109,30 +109,12 @@ def test_what_a_key_counts_may_be_another_number_of_the_input(
     assert fast.uses("captured", "static_sets") == {(1, 1)}
 
 
-def test_a_graph_for_one_size_takes_the_key_that_it_comes_with(keyed: Make) -> None:
-    fast = keyed(Attended().eval(), dynamic=False)
-    fast.capture("FULL", sizes=(8, 3))
-    fast.check("FULL", sizes=(3, 8))
-
-
 def test_a_graph_for_one_size_is_compared_where_the_dimension_is_declared(keyed: Make) -> None:
     fast = keyed(Attended().eval(), dynamic=False, dynamic_dims={"x": 0})
     with pytest.raises(ShapeError, match="'x'"):
         fast.at("FULL", 8, torch.randn(5, 6), capture=True)
     assert fast.captured == 0
     fast.capture("FULL", sizes=[8])
-
-
-def test_declared_fields_are_read_from_the_key_without_capture_sizes(keyed: Make) -> None:
-    key = BatchDescriptor(12, num_reqs=3, extra=(("seq_len", 4),))
-    dims = {"x": {0: "num_reqs", 1: "seq_len"}}
-    given: dict[str, Any] = {"dynamic": True, "dynamic_dims": dims}
-    fast = keyed(by_request, make=lambda size: (torch.randn(3, 4),), key=lambda size: key, **given)
-    for shape in ((4, 3), (3, 5)):
-        with pytest.raises(ShapeError, match="'x'"):
-            fast.at("FULL", key, torch.randn(*shape), capture=True)
-    fast.check("FULL", capture=True)
-    fast.check("FULL")
 
 
 def test_several_symbols_leave_open_what_the_key_counts(keyed: Make) -> None:

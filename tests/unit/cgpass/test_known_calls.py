@@ -79,33 +79,6 @@ def test_after_a_graph_was_dropped_it_is_looked_up_again(tagger: Compiled, looku
     assert lookups
 
 
-@torch.no_grad()
-def test_instances_that_share_a_callable_have_each_their_replay(lookups: list[int]) -> None:
-    class Stack(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-            for layer in self.layers:
-                layer.compile(backend="cgpass", dynamic=True, options={"compiler": "eager"})
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
-    torch.compiler.reset()
-    model = Stack()
-    for _ in range(5):
-        model(torch.randn(5, 4))
-    lookups.clear()
-    x = torch.randn(5, 4)
-    expected = x
-    for layer in model.layers:
-        expected = nn.functional.linear(expected, layer.weight, layer.bias)
-    torch.testing.assert_close(model(x), expected)
-    assert not lookups
-
-
 def test_padding_is_checked_once_a_key(compiled: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of the key's own size have nothing to check, and the first padded one is, although its graph is known."""
     checked, check = list[int](), cgpass.autodispatch.fault_of_padding

@@ -1,7 +1,7 @@
 """``torch.compile(optimizer.step, backend="cgpass")``: Dynamo's graph holds parameters and state as attributes.
 
-Every test compares with the plain backend of the same compiler, by bits, and with the optimizer itself. On the CPU
-the decompositions of a compiled optimizer may round differently from the optimizer.
+Every test compares with the optimizer itself, and those of options with the plain backend of the same compiler by bits:
+on the CPU the decompositions of a compiled optimizer may round differently from the optimizer.
 """
 
 from __future__ import annotations
@@ -46,9 +46,6 @@ FLOATING = [
 ]
 WITHOUT_GRAPH = [
     pytest.param(optim.Adam, {"fused": True}, id="Adam-fused"),
-    pytest.param(optim.AdamW, {"fused": True}, id="AdamW-fused"),
-    pytest.param(optim.SGD, {"lr": 0.1, "fused": True}, id="SGD-fused"),
-    pytest.param(optim.Adagrad, {"fused": True}, id="Adagrad-fused"),
     pytest.param(optim.Adafactor, {}, id="Adafactor"),
     pytest.param(optim.SparseAdam, {}, id="SparseAdam"),
     pytest.param(optim.LBFGS, {}, id="LBFGS"),
@@ -104,17 +101,20 @@ def agrees(
     make: Callable[[], optim.Optimizer],
     compiler: str = "eager",
     event: Callable[[], Event] = lambda: nothing,
+    *,
+    by_bits: bool = False,
     **options: Any,
 ) -> Seen:
-    """Compare steps under cgpass with plain ones and with eager ones."""
-    eager, plain, ours = make(), make(), make()
-    by_eager = trained(eager.step, eager, event())
-    expected = trained(compiled(plain, compiler), plain, event())
+    """Compare steps under cgpass with eager ones, and by bits with plain ones."""
+    eager, ours = make(), make()
     fast = compiled(ours, "cgpass", compiler=compiler, **options)
     found = trained(fast, ours, event())
-    assert_equal(found, expected)
-    torch.testing.assert_close(found, by_eager, rtol=1e-4, atol=1e-4)
-    return seen(gp.runtime_of(fast))
+    torch.testing.assert_close(found, trained(eager.step, eager, event()), rtol=1e-4, atol=1e-4)
+    ran = seen(gp.runtime_of(fast))
+    if by_bits:
+        plain = make()
+        assert_equal(found, trained(compiled(plain, compiler), plain, event()))
+    return ran
 
 
 # -- all optimizers
@@ -126,11 +126,6 @@ def test_each_optimizer_replays_and_agrees(kind: Any, settings: dict[str, Any], 
     ran = agrees(lambda: kind(weights(), **settings, foreach=foreach))
     first = 1 if settings.get("momentum") and kind is optim.SGD else 0  # creates its state with other code
     assert ran[:2] == (1, STEPS - 1 - first)
-
-
-@pytest.mark.parametrize(("kind", "settings"), [FLOATING[2], FLOATING[3], FLOATING[5]])
-def test_aot_autograd(kind: Any, settings: dict[str, Any]) -> None:
-    assert agrees(lambda: kind(weights(), **settings), compiler="aot_eager").captured == 1
 
 
 @pytest.mark.parametrize(("kind", "settings"), WITHOUT_GRAPH)
@@ -200,11 +195,7 @@ def test_changes_between_steps(
     assert captured in (None, ran.captured)
     assert ran.captured
     assert ran.replayed
-
-
-def test_a_moved_parameter_is_named() -> None:
-    ran = agrees(lambda: optim.Adam(weights(), lr=0.01), event=data_is_replaced)
-    assert "self.param_groups[0]['params'][0]" in ran.report
+    assert event is not data_is_replaced or "self.param_groups[0]['params'][0]" in ran.report, "it is named"
 
 
 def test_data_of_another_layout_runs_without_compiled_code() -> None:
@@ -237,31 +228,11 @@ def test_data_of_another_layout_is_refused_where_a_graph_is_asked_for() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"compare": True}, {"mode": "PIECEWISE"}, {"mode": "FULL"}, {"lazy_capture": True}],
+    [{"compare": True}, {"mode": "PIECEWISE"}, {"lazy_capture": True, "compiler": "aot_eager"}],
     ids=str,
 )
 def test_options(options: dict[str, Any]) -> None:
-    assert agrees(lambda: optim.AdamW(weights(), lr=0.01), **options).captured == 1
-
-
-@pytest.mark.parametrize("mode", [gp.CUDAGraphMode.FULL, gp.CUDAGraphMode.PIECEWISE], ids=str)
-def test_a_users_context(mode: gp.CUDAGraphMode) -> None:
-    runtime = gp.GraphRuntime()
-    plain, ours = optim.Adam(weights(), lr=0.01), optim.Adam(weights(), lr=0.01)
-    expected = trained(compiled(plain, "eager"), plain)
-    compiled_step = compiled(ours, "cgpass", compiler="eager", runtime=runtime)
-    numbers = iter(range(STEPS))
-
-    def step() -> None:
-        with gp.set_forward_context(runtime_mode=mode, batch_descriptor=gp.BatchDescriptor(1)):
-            if next(numbers) == 0:
-                with runtime.capturing():
-                    compiled_step()
-            else:
-                compiled_step()
-
-    assert_equal(trained(step, ours), expected)
-    assert seen(runtime)[:2] == (1, STEPS)
+    assert agrees(lambda: optim.AdamW(weights(), lr=0.01), by_bits=True, **options).captured == 1
 
 
 def test_precapture_takes_the_one_step_of_its_example() -> None:
@@ -361,7 +332,7 @@ def model_of(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 2))
 
 
-@pytest.mark.parametrize(("kind", "settings"), [FLOATING[2], FLOATING[5]])
+@pytest.mark.parametrize(("kind", "settings"), [FLOATING[5]])
 def test_fifty_training_steps(kind: Any, settings: dict[str, Any]) -> None:
     """Forward and backward compiled by torch, the step captured; gradients are new tensors in each step."""
     torch.compiler.reset()

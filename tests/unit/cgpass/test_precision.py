@@ -40,7 +40,6 @@ def precision(value: str, *settings: Any) -> Iterator[None]:
     [
         (convolved, "conv", True),
         (convolved, "matmul", False),  # one kind of product has nothing to say about another
-        (multiplied, "conv", False),
         (multiplied, "matmul", True),
         (mean, "conv", False),
     ],

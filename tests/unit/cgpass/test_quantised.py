@@ -5,7 +5,6 @@ torchao is imported inside of the tests: other tests do not need it, and its imp
 
 from __future__ import annotations
 
-import io
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -117,19 +116,6 @@ def test_adapters_over_a_quantised_base() -> None:
         adapted = peft.get_peft_model(quantised(llama()), config).eval()
     want, got = generated(adapted.base_model.model)
     assert got == want
-
-
-def test_a_checkpoint_that_was_saved_quantised() -> None:
-    model, file = quantised(llama()), io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    again = llama()
-    again.load_state_dict(torch.load(file), assign=True, strict=False)
-    weight = again.model.layers[0].self_attn.q_proj.weight
-    assert type(weight) is type(model.model.layers[0].self_attn.q_proj.weight)
-    ids = [torch.randint(0, 97, (rows, 6)) for rows in (2, 3, 2, 3, 2)]
-    logits = module(lambda self, ids: self.model(ids, use_cache=False).logits, model=again)
-    is_right_and_replayed(logits, ids)
 
 
 @pytest.mark.soak

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo import config as dynamo_config
-from torch._dynamo.exc import Unsupported
 
 import cgpass
 import graphpass as gp
@@ -79,16 +78,6 @@ def test_numbers_read_from_the_cpu_are_those_of_each_call(rt: GraphRuntime, dtyp
             args = torch.randn(4, 6), torch.tensor(number, dtype=dtype)
             agrees(fast(*args), model(*args))
     assert rt.stats().replayed > 0
-
-
-def test_without_fullgraph_a_host_read_is_a_graph_break(keyed: Make) -> None:
-    factors = itertools.count(1)
-    fast = keyed(reads_the_host, make=lambda size: (torch.ones(size, 6) * next(factors),), splitting_ops=[])
-    fast.check("FULL", capture=True, sizes=[4] * 4)
-    (reason,) = {row[-1] for row in reported_regions(fast.rt) if row[0] == "g0.end"}
-    assert "item" in reason
-    assert f"test_regions.py:{reads_the_host.__code__.co_firstlineno + 1}" in reason
-    assert fast.tally("FULL")["g0.full", 4] == (1, 4)
 
 
 def two_layers(x: torch.Tensor) -> torch.Tensor:
@@ -158,36 +147,6 @@ def test_explain_names_sizes_as_the_options_do() -> None:
     assert "no padding rule" in cause.why
 
 
-def test_explain_checks_its_options() -> None:
-    with pytest.raises(ValueError, match="splitting_ops"):
-        cgpass.explain(two_layers, torch.randn(4, 6), options={"splitting_op": [ATTEND]})
-
-
-@pytest.mark.parametrize("op", [ATTEND, "torch.ops.cgpasstest.attend", "cgpasstest::attend.default"])
-def test_splitting_ops_by_any_name_cut_alike(keyed: Make, op: str) -> None:
-    fast = keyed(two_layers, dynamic=None, splitting_ops=[op])
-    fast(torch.randn(4, 6))
-    assert [kind for _, kind, _ in reported_regions(fast.rt)] == CUT_TWICE
-
-
-def test_an_input_that_nothing_reads_is_not_copied(keyed: Make) -> None:
-    def model(unread: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return x * 2 + unread.shape[1]
-
-    fast = keyed(model, make=lambda size: (torch.randn(9, 5), torch.randn(size, 6)))
-    fast.capture("FULL")
-    fast.check("FULL")
-    assert fast.uses("copied", "replayed") == {(2, 2)}
-
-
-def test_a_layer_called_twice_compiles_each_region_once_a_graph(keyed: Make) -> None:
-    fast = keyed(two_layers, dynamic=True)
-    for size in (4, 5):
-        fast(torch.randn(size, 6))
-    assert fast.rt.stats().callables == 1
-    assert fast.rt.compiled() <= 3
-
-
 STATE: dict[str, Any] = {"calls": 0, "seen": []}
 
 
@@ -241,14 +200,6 @@ def test_a_pair_without_pieces_runs_listed_ops_without_a_graph_until_it_has_them
         called += 1
         agrees(fast(x), (x + 1) * called)
     assert rt.stats().replayed > 0
-
-
-@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"])
-def test_a_pair_without_listed_ops_captures_the_whole_graph(mode: str, rt: GraphRuntime) -> None:
-    fast = Compiled(rt, lambda x: (x + 1).relu(), mode=mode, dispatch="auto")
-    assert fast.serve([4], passes=3) == 1
-    assert {used for _, used, _ in rt.counts()} == {CUDAGraphMode.FULL}
-    assert fast.problems == ()
 
 
 def test_a_context_still_gets_full_graphs_of_splitting_ops(keyed: Make) -> None:
@@ -362,16 +313,6 @@ class Loop(nn.Module):
         return y.tanh() + 1
 
 
-def a_list_of_numbers(x: torch.Tensor) -> torch.Tensor:
-    y = x * 2
-    return y + sum(y[:, 0].tolist())
-
-
-def a_list_of_integers(x: torch.Tensor) -> torch.Tensor:
-    first = x[:, 0].sign().long().tolist()
-    return x.relu() * first[0] + 1
-
-
 class Directed(Compiled):
     """Under auto dispatch, which a context may direct."""
 
@@ -405,29 +346,3 @@ def test_a_branch_runs_between_graphs(model: nn.Module, mode: str | None, compil
     if mode != "NONE":
         assert rt.stats().captured == 2, "what lies before the branch, and what lies behind it"
         assert rt.stats().replayed >= 2 * (len(SIGNS) - 1)
-
-
-@MODES
-@pytest.mark.parametrize("fullgraph", [True, False])
-@pytest.mark.parametrize("model", [a_list_of_numbers, a_list_of_integers])
-def test_a_list_read_off_a_tensor(
-    model: Callable[..., Any], fullgraph: bool, mode: str | None, rt: GraphRuntime
-) -> None:
-    fast = Directed(rt, model, fullgraph=fullgraph, compiler="aot_eager")
-    if fullgraph and model is a_list_of_numbers:
-        with pytest.raises(Unsupported, match="tolist"):
-            fast.call(mode, 1, is_first=False)
-        return
-    num_refused = 0
-    for number, sign in enumerate(SIGNS):
-        try:
-            fast.call(mode, sign, is_first=mode in ("PIECEWISE", "FULL") and not number)
-        except CaptureError:
-            num_refused += 1
-    if mode in (None, "NONE"):
-        assert num_refused == 0
-    elif fullgraph:
-        # The list is read between graphs, which no FULL graph can do.
-        assert num_refused == (len(SIGNS) if mode == "FULL" else 0)
-    else:
-        assert num_refused <= sum(sign != SIGNS[0] for sign in SIGNS) or model is a_list_of_numbers

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import logging
-import random
 import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -18,11 +17,10 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import Unsupported
 
 import graphpass as gp
-from graphpass.errors import CaptureError, OptionError
-from tests.observed import calls_with_graph
+from graphpass.errors import CaptureError
 from tests.unit.cgpass.attended import Make
 from tests.unit.compiled import Compiled, agrees
-from tests.unit.models import Rowwise, module
+from tests.unit.models import module
 
 HOST = "graphpasstest_remedies::host"
 
@@ -224,14 +222,6 @@ def test_a_remedy_that_is_followed_leaves_no_problem(compiled: Make, name: str) 
     assert case.num_keys in (None, len(fast.rt.report().figures.keys)), "the two smaller sizes share a key"
 
 
-def test_a_model_of_an_lstm_alone_names_the_setting() -> None:
-    fast = torch.compile(nn.LSTM(6, 6).eval(), backend="cgpass", options={"compiler": "eager"})
-    with torch.no_grad():
-        fast(torch.randn(3, 5, 6))
-    with pytest.raises(OptionError, match="allow_rnn = True"):
-        gp.runtime_of(fast)
-
-
 LAYER = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
 NAMES = {"src": {0: "batch", 1: "seq"}, "src_key_padding_mask": {0: "batch", 1: "seq"}}
 
@@ -279,18 +269,6 @@ def test_where_no_padding_suits_none_is_suggested(compiled: Make, model: Callabl
     fast = compiled(model)
     fast.serve((5, 6, 7), passes=3)
     assert "no padding suits" in fast.problem("is not padded").remedy
-
-
-def test_a_capture_scope_captures_under_auto_dispatch(caplog: pytest.LogCaptureFixture) -> None:
-    fast = graphed_beside(nn.Linear(6, 6).eval())
-    with caplog.at_level(logging.WARNING, "graphpass"):
-        fast.serve([4])
-        with fast.rt.capturing():
-            fast.serve([4])
-            assert fast.captured == 1
-        fast.serve([4])
-    assert fast.captured == 1
-    assert warned(caplog) == []
 
 
 def test_precapture_after_a_weight_was_replaced(compiled: Make, caplog: pytest.LogCaptureFixture) -> None:
@@ -351,55 +329,11 @@ def test_one_reader_is_one_problem(compiled: Make) -> None:
     assert [problem.kind for problem in fast.problems] == ["cut"]
 
 
-def test_without_a_runtime_of_the_users_the_backend_dispatches() -> None:
-    model = nn.Linear(6, 6).eval()
-    fast = torch.compile(model, backend="cgpass", options={"compiler": "eager"})
-    with torch.no_grad():
-        for x in torch.randn(6, 5, 6):
-            agrees(fast(x), model(x))
-    assert calls_with_graph(gp.runtime_of(fast)) == 5
-
-
 def test_full_that_is_impossible_is_an_error_where_fallbacks_are(compiled: Make) -> None:
     with dynamo_config.patch(**SCALARS):
         fast = compiled(lambda x: x * x.sum().item(), mode="FULL", on_fallback="error")
         with pytest.raises(CaptureError, match="cannot be captured whole"):
             fast(torch.randn(4, 6))
-
-
-def test_what_the_user_asked_for_is_no_problem(compiled: Make) -> None:
-    fast = compiled(nn.Linear(6, 6).eval(), mode="NONE")
-    fast.serve((5, 5, 5))
-    assert fast.problems == ()
-
-
-def test_a_slip_in_a_name(compiled: Make) -> None:
-    model = nn.Linear(6, 6).eval()
-    fast = compiled(lambda hidden, mask: model(hidden) * mask, padding={"maks": 0}, dynamic_dims={"hidden": 0})
-    fast(torch.randn(4, 6), torch.ones(4, 1))
-    assert "padding names maks" in fast.problem("inputs are hidden, mask").what
-    with pytest.raises(OptionError, match="did you mean 'batch'"):
-        gp.graphed(model, {"bach": [8]}, {"input": {0: "batch"}})
-
-
-def test_sizes_that_seldom_come_twice_are_declared_and_captured_ahead() -> None:
-    """A grid of batch and length, as ragged traffic has it."""
-    seeded = random.Random(0)
-    sizes = [(seeded.randint(2, 60), seeded.randint(2, 60)) for _ in range(40)]
-    calls = [(torch.randn(*size, 6),) for size in sizes]
-    dims = {"x": {0: "batch", 1: "seq"}}
-
-    beside = graphed_beside(Rowwise().eval(), dynamic_dims=dims)
-    beside.serve(calls)
-    found = beside.problem("were the first of their sizes")
-    assert 2 * found.times >= len(calls)
-    ladder = ast.literal_eval(found.remedy.partition("capture_sizes=")[2].partition("}")[0] + "}")
-    assert ladder.keys() == {"batch", "seq"}
-    beside = graphed_beside(Rowwise().eval(), dynamic_dims=dims, capture_sizes=ladder)
-    beside.fast.capture(torch.randn(3, 5, 6))
-    assert calls_with_graph(beside.rt) == 0, "captures ahead serve no call"
-    assert beside.serve(calls) == len(calls)
-    assert beside.problems == ()
 
 
 def test_a_function_that_is_compiled_again_and_again_is_a_problem(compiled: Make) -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
-import graphpass as gp
-from tests.observed import calls_with_graph
 from tests.unit.cgpass.attended import Make
 from tests.unit.cgpass.test_remedies import graphed_beside
-from tests.unit.compiled import Compiled, agrees
+from tests.unit.compiled import Compiled
 
 
 def test_numbers_that_never_change_delay_no_graph(compiled: Make) -> None:
@@ -67,19 +63,6 @@ def test_after_another_adapter_was_set_its_graphs_are_captured_ahead() -> None:
     assert "capture again with each value before it serves (capture()" in found.remedy
     assert "inference_mode" not in found.remedy
     assert switched(follows=True).problems == ()
-
-
-def test_a_copy_of_what_is_compiled_has_its_runtime() -> None:
-    torch.compiler.reset()
-    model = nn.Linear(6, 6).eval()
-    fast = torch.compile(model, backend="cgpass", options={"compiler": "eager"})
-    with torch.no_grad():
-        for one in (fast, copy.deepcopy(fast)):
-            for x in torch.randn(4, 5, 6):
-                agrees(one(x), model(x))
-    runtime = gp.runtime_of(copy.deepcopy(fast))
-    assert runtime is gp.runtime_of(fast)
-    assert calls_with_graph(runtime) >= 6
 
 
 def test_a_report_of_what_compiled_nothing_says_so(compiled: Make) -> None:

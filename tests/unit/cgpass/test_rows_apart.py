@@ -13,7 +13,9 @@ import graphpass as gp
 from graphpass.errors import OptionError, ShapeError
 from tests.unit.cgpass.attended import Make
 
-COMPILERS = pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+COMPILERS = pytest.mark.parametrize(
+    "compiler", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.soak)]
+)
 RAGGED = (5, 7, 6, 5, 7, 6, 5)
 
 

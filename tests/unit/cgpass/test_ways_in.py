@@ -105,7 +105,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.soak)])
 def test_compiled_autograd_compiles_with_it(rt: GraphRuntime, compiler: str) -> None:
     """It passes a list of tensors, and an empty tensor for each size, which no graph serves."""
     model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
