@@ -194,22 +194,25 @@ def _packed_of_layer(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     query_bounds: torch.Tensor | None = None,
-    key_starts: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
     key_lengths: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Packed attention with the signature of transformers and tensors [1, heads, tokens, head_dim]."""
+    """Packed attention with the signature of transformers and tensors [1, heads, tokens, head_dim].
+
+    The bounds of sequences that transformers passes on are ``key_starts``.
+    """
     if key.shape[1] != query.shape[1]:  # several heads of queries share one of keys and values
         key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], dim=1) for part in (key, value))
     query, key, value, scale = _in_one_row(module, (query, key, value), attention_mask, **options)
-    if query_bounds is None or key_starts is None or key_lengths is None:
+    if query_bounds is None or cu_seq_lens_q is None or key_lengths is None:
         raise OptionError(
             f"{PACKED_ATTENTION} needs the bounds of packed sequences",
-            expected="query_bounds, key_starts and key_lengths, which transformers passes on from the block",
+            expected="query_bounds, cu_seq_lens_q and key_lengths, which transformers passes on from the block",
             found=f"at least one missing from {type(module).__name__}",
             remedy="use the tower through its adapter",
         )
-    pieces = Pieces(query_bounds, key_starts, key_lengths)
+    pieces = Pieces(query_bounds, cu_seq_lens_q, key_lengths)
     is_flash = getattr(module.config, _IS_FLASH)
     attended = packed_attention(query, key, value, pieces, scale=scale, is_flash=is_flash)
     return attended.unsqueeze(0), None

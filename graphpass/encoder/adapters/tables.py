@@ -145,10 +145,9 @@ class GridTables:
         """What the tower takes instead of computing it. All sequences are at most as long as the batch."""
         return {name: tables[name] for name in (*self.kinds, GRID_KEY)} | dict.fromkeys(self.limits, num_patches)
 
-    def pieces(self, tables: Mapping[str, torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
-        """{id of a table of bounds: the arguments of packed attention within its sequences}."""
-        keys = {name: piece_keys(name)._asdict() for name in self._sequences}
-        return {id(tables[name]): {part: tables[key] for part, key in of.items()} for name, of in keys.items()}
+    def pieces(self, tables: Mapping[str, torch.Tensor]) -> dict[int, Pieces[torch.Tensor]]:
+        """{id of a table of bounds: the pieces of its sequences}."""
+        return {id(tables[n]): Pieces(*(tables[key] for key in piece_keys(n))) for n in self._sequences}
 
     def rows(self, key: EncoderGraphKey) -> dict[str, int]:
         """{buffer: its rows for ``key``}."""

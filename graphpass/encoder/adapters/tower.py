@@ -18,7 +18,7 @@ from graphpass.capture.tape import call_compiled
 from graphpass.compat import dynamo, nnmodules, trees
 from graphpass.context import set_forward_context
 from graphpass.encoder.adapters.tables import OWN_TOWER
-from graphpass.encoder.attention import kernel_of, use_packed_attention
+from graphpass.encoder.attention import Pieces, kernel_of, use_packed_attention
 from graphpass.errors import EncoderConfigError, positive
 from graphpass.report import KernelUse
 
@@ -52,12 +52,12 @@ class TowerCopy(SharesWeights):
 
     def __init__(self, tower: nn.Module, *, is_packed: bool) -> None:
         self._tower, self._is_packed = tower, is_packed
-        self._pieces: Mapping[int, Mapping[str, torch.Tensor]] = {}
+        self._pieces: Mapping[int, Pieces[torch.Tensor]] = {}
         self._run: Callable[..., Any] = _call_block
         self._copy()
 
-    def __call__(self, *args: Any, pieces: Mapping[int, Mapping[str, torch.Tensor]] | None = None, **named: Any) -> Any:
-        """What the tower returns. ``pieces`` is for packed attention, by the id of the bounds of sequences."""
+    def __call__(self, *args: Any, pieces: Mapping[int, Pieces[torch.Tensor]] | None = None, **named: Any) -> Any:
+        """What the tower returns. ``pieces`` are those of sequences, by the id of their bounds."""
         # guard: encoder_blocks_list, encoder_blocks_train
         if not (self._state.has_weights() and self._state.has_training_flags()):
             self._copy()
@@ -104,12 +104,21 @@ class TowerCopy(SharesWeights):
         self._state = ModelState.of_object(tower)
 
     def _call(self, block: nn.Module, *args: Any, **named: Any) -> Any:
-        """Call a block, compiled if it is one of those that attend within sequences, or if there are none."""
-        bounds = [self._pieces[id(value)] for value in (*args, *named.values()) if id(value) in self._pieces]
-        if not bounds and self._is_packed:
+        """Call a block, compiled if it is one of those that attend within sequences, or if there are none.
+
+        A block gets the starts of pieces in place of its bounds, whose number may be that of another table by chance.
+        """
+        found = [self._pieces[id(value)] for value in (*args, *named.values()) if id(value) in self._pieces]
+        if not found and self._is_packed:
             return _call_block(block, args, named)
-        args = tuple(value.contiguous() if isinstance(value, torch.Tensor) else value for value in args)
-        return self._run(block, args, {**named, **(bounds[0] if bounds else {})})
+        args, named = trees.map_tensors(self._given, (args, named))
+        for pieces in found[:1]:
+            named |= {"query_bounds": pieces.query_bounds, "key_lengths": pieces.key_lengths}
+        return self._run(block, args, named)
+
+    def _given(self, value: torch.Tensor) -> torch.Tensor:
+        pieces = self._pieces.get(id(value))
+        return value.contiguous() if pieces is None else pieces.key_starts  # guard: encoder_bounds_replaced
 
 
 def _blocks_of(tower: nn.Module) -> list[nn.Module]:

@@ -200,7 +200,7 @@ def test_what_it_does_not_do(asked: dict[str, object], error: type[Exception], t
     named = {
         "rows": 1,
         "attention_mask": None,
-        "key_starts": torch.tensor([0, 6], dtype=torch.int32),
+        "cu_seq_lens_q": torch.tensor([0, 6], dtype=torch.int32),
         "query_bounds": torch.tensor([0, 6], dtype=torch.int32),
         "key_lengths": torch.tensor([6], dtype=torch.int32),
     }
@@ -211,10 +211,10 @@ def test_what_it_does_not_do(asked: dict[str, object], error: type[Exception], t
         packed()(row, row, row, **given)
 
 
-@pytest.mark.parametrize("missing", ["query_bounds", "key_starts", "key_lengths"])
+@pytest.mark.parametrize("missing", ["query_bounds", "cu_seq_lens_q", "key_lengths"])
 def test_packed_attention_asks_for_pieces(missing: str) -> None:
     row = torch.ones(1, HEADS, 6, HEAD_DIM)
-    names = ("query_bounds", "key_starts", "key_lengths")
+    names = ("query_bounds", "cu_seq_lens_q", "key_lengths")
     given = dict(zip(names, att.pieces_on([6], torch.device("cpu")), strict=True))
     packed()(row, row, row, None, **given)
     with pytest.raises(gp.errors.OptionError, match=missing):
