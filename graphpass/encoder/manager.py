@@ -6,6 +6,7 @@ are returned in the order of the request. The manager owns graphs, buffers and c
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from bisect import bisect_left
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.settings import capture_settings
-from graphpass.capture.staging import storage_id
+from graphpass.capture.staging import copy_each
 from graphpass.dispatch.owngraphs import due
 from graphpass.encoder.budgets import CapturedEncoder, EncoderLadder, check_outputs, eager_outputs
 from graphpass.encoder.encoderstats import EAGER, OTHER_SETTING, REPLAYED, REQUEST, EncoderStats
@@ -273,7 +274,8 @@ class EncoderCudaGraphManager:
             items: all items in one mapping, as the model's processor returns them.
 
         Returns:
-            The result of each item, in order. The caller owns them: later calls do not write to them.
+            The result of each item, in order. The caller owns them: later calls do not write to them. They lie in one
+            tensor for each output of the encoder.
 
         Raises:
             AgreementError: another rank failed, has ended, or called it with other items.
@@ -281,10 +283,12 @@ class EncoderCudaGraphManager:
             ShapeError: the contents that the encoder prepared do not fit the buffers.
         """
         with self._lock, capture_settings():
-            results = self._encoded(items) if self._agreement is None else self._encoded_by_all(items, self._agreement)
-            if self._requests.n % self._options.log_every == 0:
-                _log.info("%s", self.get_cumulative_stats().summary())
-            return results
+            return list(self._postprocessed(*self._encoded(items)))
+
+    def execute_together(self, items: EncoderItems) -> tuple[torch.Tensor, ...]:
+        """Like :meth:`execute`, but not split by item: each output of the encoder, with the rows of all items."""
+        with self._lock, capture_settings():
+            return self._encoded(items)[0]
 
     @property
     def buffers(self) -> Mapping[str, torch.Tensor]:
@@ -306,35 +310,35 @@ class EncoderCudaGraphManager:
         figures = stats.figures(self.runtime, graphs, name, is_enabled=is_enabled, adapts=adapts)
         return Report(replace(figures, kernels=self._kernels))
 
-    def _encoded(self, items: EncoderItems) -> list[EncoderOutput]:
-        specs = self._specs_of(items)
-        results: dict[int, EncoderOutput] = {}
-        outputs: tuple[torch.Tensor, ...] = ()
+    def _encoded(self, items: EncoderItems) -> tuple[tuple[torch.Tensor, ...], Sequence[EncoderItemSpec]]:
+        """The rows of all items, in order, and the sizes of the items."""
+        if self._agreement is None:
+            specs: Sequence[EncoderItemSpec] = self._specs_of(items)
+            outputs = self._rows(items, specs)
+        else:
+
+            def encode(specs: Sequence[EncoderItemSpec], share: Sequence[int]) -> tuple[torch.Tensor, ...]:
+                of_share = self._model.select_encoder_cudagraph_items(items, share)
+                return self._rows(of_share, [specs[item] for item in share])
+
+            like = self._empty_outputs()
+            specs, outputs = encoded_by_all(lambda: self._specs_of(items), like, self._group, self._agreement, encode)
+        if self._requests.n % self._options.log_every == 0:
+            _log.info("%s", self.get_cumulative_stats().summary())
+        return outputs, specs
+
+    def _rows(self, items: EncoderItems, specs: Sequence[EncoderItemSpec]) -> tuple[torch.Tensor, ...]:
+        """The encoder's outputs, with the rows of the items in order; the caller owns them."""
+        ends = list(itertools.accumulate((spec.output_tokens for spec in specs), initial=0))
+        own: tuple[torch.Tensor, ...] = ()
         for batch, outputs in self._runs(items, specs):
-            found = self._postprocessed(outputs, [specs[item] for item in batch.items])
-            lent = set() if batch.budget is None else {storage_id(output) for output in outputs}
-            for item, result in zip(batch.items, found, strict=True):  # guard: encoder_request_order
-                results[item] = _owned(result, lent)  # guard: encoder_outputs_cloned
-        without_tokens = [item for item in range(len(specs)) if item not in results]
-        if without_tokens:  # under autocast the encoder's dtype is that of the other items' outputs
-            # guard: encoder_empty_dtype
-            empty = tuple(torch.empty_like(output[:0]) for output in outputs) or self._empty_outputs()
-            found = self._postprocessed(empty, [specs[item] for item in without_tokens])
-            results |= zip(without_tokens, found, strict=True)
-        return [results[item] for item in range(len(specs))]
-
-    def _encoded_by_all(self, items: EncoderItems, agreement: DataParallelAgreement) -> list[EncoderOutput]:
-
-        def encoded(
-            specs: Sequence[EncoderItemSpec], share: Sequence[int]
-        ) -> Iterator[tuple[Sequence[int], Sequence[torch.Tensor]]]:
-            of_share = self._model.select_encoder_cudagraph_items(items, share)
-            for batch, outputs in self._runs(of_share, [specs[item] for item in share]):
-                yield batch.items, outputs
-
-        like = self._empty_outputs()
-        specs, outputs = encoded_by_all(lambda: self._specs_of(items), like, self._group, agreement, encoded)
-        return list(self._postprocessed(outputs, specs)) if specs else []
+            if batch.budget is None and batch.items == tuple(range(len(specs))):  # guard: encoder_outputs_copied
+                return outputs
+            own = own or tuple(output.new_empty(ends[-1], output.shape[1]) for output in outputs)
+            runs = [(ends[first], ends[last + 1]) for first, last in _runs(batch.items)]  # guard: encoder_request_order
+            parts = (part for output in outputs for part in output.split([end - start for start, end in runs]))
+            copy_each([rows[start:end] for rows in own for start, end in runs], list(parts))
+        return own or self._empty_outputs()
 
     def _empty_outputs(self) -> tuple[torch.Tensor, ...]:
         """The encoder's outputs for no tokens, [0, width] each."""
@@ -430,6 +434,8 @@ class EncoderCudaGraphManager:
     def _postprocessed(
         self, outputs: tuple[torch.Tensor, ...], specs: Sequence[EncoderItemSpec]
     ) -> Sequence[EncoderOutput]:
+        if not specs:
+            return ()
         found = self._model.postprocess_encoder_output(outputs, specs)
         if len(found) != len(specs):
             raise EncoderConfigError(
@@ -455,8 +461,7 @@ def _compiler_of(model: SupportsEncoderCudaGraph, options: EncoderOptions, devic
     return options.compiler or ("inductor" if device.type == "cuda" else "aot_eager")
 
 
-def _owned(result: EncoderOutput, lent: set[int]) -> EncoderOutput:
-    """``result``, with clones of all tensors whose storage id is in ``lent``."""
-    if isinstance(result, torch.Tensor):
-        return result.clone() if storage_id(result) in lent else result
-    return tuple(part.clone() if storage_id(part) in lent else part for part in result)
+def _runs(items: Sequence[int]) -> list[tuple[int, int]]:
+    """The first and the last of each run of numbers that follow each other."""
+    breaks = [place for place in range(1, len(items)) if items[place] != items[place - 1] + 1]
+    return [(items[start], items[end - 1]) for start, end in itertools.pairwise([0, *breaks, len(items)])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +18,9 @@ from graphpass.ranks.group import DataParallelAgreement, RankRows
 
 LEAST_SAVED = 1024
 """Patches. A request is divided if the largest share has so many fewer than all items; else gathering takes longer."""
-EncodeShare = Callable[
-    [Sequence[EncoderItemSpec], Sequence[int]], Iterable[tuple[Sequence[int], Sequence[torch.Tensor]]]
-]
-"""``encode(specs, indices)`` encodes the items at ``indices``; ``specs`` are the sizes of all items.
-
-It yields ``(positions, outputs)`` for each batch: positions in ``indices`` of the batch's items, and the outputs, each
-with the rows of these items in order.
-"""
+EncodeShare = Callable[[Sequence[EncoderItemSpec], Sequence[int]], tuple[torch.Tensor, ...]]
+"""``encode(specs, indices)`` returns the outputs of the items at ``indices``, with their rows in this order; ``specs``
+are the sizes of all items."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,36 +96,21 @@ def encoded_by_all(
         specs = specs_of()
         balance = balance_items([spec.input_size for spec in specs], agreement.num_ranks)
         is_whole = sum(balance.loads) - max(balance.loads) < LEAST_SAVED  # guard: encoder_small_whole
-        own = _encoded_share(specs, range(len(specs)) if is_whole else balance.share(agreement.rank), like, encode)
-    sizes = [(spec.input_size, spec.output_tokens, spec.frames) for spec in specs]
-    _refuse_other_items(rows, agreement.rank, zlib.crc32(np.array(sizes, dtype=np.int64).tobytes()))
-    if is_whole:
-        return specs, tuple(own)
-    return specs, gather_rows(own, balance, [spec.output_tokens for spec in specs], group)
-
-
-def _encoded_share(
-    specs: Sequence[EncoderItemSpec],
-    share: Sequence[int],
-    like: Sequence[torch.Tensor],
-    encode: EncodeShare,
-) -> list[torch.Tensor]:
-    """The rows of this rank's items for each output, in the order of ``share``."""
-    tokens = [specs[item].output_tokens for item in share]
-    own = [output.new_empty(sum(tokens), output.shape[1]) for output in like]
-    rows = [output.split(tokens) for output in own]
-    for batch, outputs in encode(specs, share) if share else ():
-        for target, output in zip(rows, outputs, strict=True):
-            if output.dtype != target[0].dtype:
+        share = range(len(specs)) if is_whole else balance.share(agreement.rank)
+        own = encode(specs, share) if share else tuple(like)
+        for output, expected in zip(own, like, strict=True):
+            if output.dtype != expected.dtype:
                 raise EncoderConfigError(
                     "the encoder returned another dtype than the manager's, which ranks cannot exchange",
-                    expected=str(target[0].dtype),
+                    expected=str(expected.dtype),
                     found=str(output.dtype),
                     remedy=f"cast the output, or create the manager with dtype={output.dtype}",
                 )
-            for item, part in zip(batch, output.split([tokens[item] for item in batch]), strict=True):
-                target[item].copy_(part)
-    return own
+    sizes = [(spec.input_size, spec.output_tokens, spec.frames) for spec in specs]
+    _refuse_other_items(rows, agreement.rank, zlib.crc32(np.array(sizes, dtype=np.int64).tobytes()))
+    if is_whole:
+        return specs, own
+    return specs, gather_rows(own, balance, [spec.output_tokens for spec in specs], group)
 
 
 def _refuse_other_items(rows: RankRows, own_rank: int, fingerprint: int) -> None:

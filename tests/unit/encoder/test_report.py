@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 from unittest.mock import Mock
@@ -117,14 +117,14 @@ def test_no_rank_has_much_more_than_it_has_to(sizes: list[int], num_ranks: int) 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_shares_are_balanced_by_what_is_read(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by what is returned: of patches one item has as many as the three others."""
-    monkeypatch.setattr(sharding, "gather_rows", lambda own, *_: tuple(own))
+    monkeypatch.setattr(sharding, "gather_rows", lambda own, *_: own)
     monkeypatch.setattr(sharding, "LEAST_SAVED", 20)
     specs = [EncoderItemSpec(10, 7), EncoderItemSpec(11, 7), EncoderItemSpec(30, 1), EncoderItemSpec(9, 7)]
     asked: list[int] = []
 
-    def encode(_: Any, share: Sequence[int]) -> Iterator[tuple[Sequence[int], Sequence[torch.Tensor]]]:
+    def encode(_: Any, share: Sequence[int]) -> tuple[torch.Tensor, ...]:
         asked.extend(share)
-        yield range(len(share)), [torch.zeros(sum(specs[item].output_tokens for item in share), 3)]
+        return (torch.zeros(sum(specs[item].output_tokens for item in share), 3),)
 
     agreement = Mock(rank=rank, num_ranks=2, exchange=lambda row: [list(row)] * 2)
     encoded_by_all(lambda: specs, [torch.empty(0, 3)], None, agreement, encode)
