@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from graphpass.encoder.adapters import GridAdapter, TowerAdapter, adapter_for
+from graphpass.encoder.adapters import TowerAdapter, adapter_for
 from graphpass.encoder.manager import EncoderCudaGraphManager
 from graphpass.encoder.options import EncoderOptions
 from graphpass.errors import EncoderConfigError
@@ -71,14 +71,14 @@ class AttachedEncoder:
             return None
         if (weight.device, weight.dtype) != self.manager.place or not isinstance(pixels, torch.Tensor):
             return None
-        if isinstance(self._adapter, GridAdapter):
-            pixels = pixels.reshape(-1, *self._adapter.patch_shape)
-            return {"pixel_values": pixels, "grid_thw": given["grid_thw"].cpu()} if len(pixels) else None
-        return {"pixel_values": pixels} if len(pixels) else None
+        found = {"pixel_values": pixels}
+        if "grid_thw" in given:
+            found = {"pixel_values": pixels.reshape(-1, *self._adapter.row_shape), "grid_thw": given["grid_thw"].cpu()}
+        return found if len(found["pixel_values"]) else None
 
     def output(self, items: dict[str, torch.Tensor]) -> Any:
         """What the tower returns."""
-        return self._adapter.as_output(self.manager.execute(items))
+        return self._adapter.as_output(self.manager.execute_together(items))
 
 
 def attach(

@@ -55,7 +55,7 @@ def measured(family: Family, device: str = "cpu", dtype: torch.dtype = torch.flo
         while not grids or tuple(grids) in seen:
             grids = family.sizes(seeded)
         seen.add(tuple(grids))
-        pixels = patches_of(grids, adapter.patch_shape, next(tower.parameters()), number)
+        pixels = patches_of(grids, adapter.row_shape, next(tower.parameters()), number)
         before = manager.get_cumulative_stats().misses
         found = manager.execute({"pixel_values": pixels, "grid_thw": torch.tensor(grids)})
         replayed += number >= NUM_REQUESTS and manager.get_cumulative_stats().misses == before

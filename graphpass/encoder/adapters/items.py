@@ -50,6 +50,18 @@ class GridItems:
                 )
         return cls(parts)
 
+    @classmethod
+    def of_images(cls, images: Any, shape: tuple[int, ...]) -> Self:
+        """Images of one shape, each as one row."""
+        if not isinstance(images, torch.Tensor) or tuple(images.shape[1:]) != shape:
+            raise ShapeError(
+                "images do not have the size of the tower",
+                expected=f"pixel_values of shape {('images', *shape)}",
+                found=f"shape {tuple(images.shape)}" if isinstance(images, torch.Tensor) else type(images).__name__,
+                remedy="pass the output of the model's image processor: the tower's position embeddings have one size",
+            )
+        return cls(((images, np.ones((len(images), 3), dtype=np.int64)),))
+
     @property
     def grids(self) -> list[Grid]:
         """The grids of all items."""
