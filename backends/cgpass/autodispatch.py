@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from cgpass.exactgraphs import ExactGraphs
 from cgpass.keyrules import AutoRules
 from cgpass.nograph import (
     BUSY,
@@ -56,7 +55,7 @@ class AutoDispatcher:
     def __init__(self, rules: AutoRules, graphs: CallableGraphs, device: torch.device) -> None:
         self._rules, self._graphs, self._device = rules, graphs, device  # of the arguments
         self._name, self._runtime, self._settings = graphs.name, graphs.runtime, graphs.settings
-        self._calls = ServedCalls(rules, graphs)
+        self._calls = ServedCalls(rules, graphs, device)
         self._refused: dict[str, CountedReason] = {}
         self._failures: Failures = {}
         self._generation = self._runtime.lease.generation
@@ -153,8 +152,8 @@ class AutoDispatcher:
     def _failed(self, key: RecurringKey, error: BaseException) -> Reason:
         """Record that the capture of a key failed; its later calls run without a graph for the returned reason."""
         key.refusal = of_failure(error, self._failures, self._name, self._rules.keys.named(key.sizes))
-        size = self._calls.exact.find(key.sizes) if self._calls.exact is not None and key.is_exact else None
-        if self._calls.exact is not None and size is not None:
+        size = self._calls.exact.find(key.sizes) if key.is_exact else None
+        if size is not None:
             self._calls.exact.dropped(size, MOST_LOSSES)
         return key.refusal
 
@@ -169,14 +168,14 @@ class AutoDispatcher:
         """What serves a call whose graph cannot be captured or replayed now: padding, or no graph for this reason."""
         if not call.key.is_exact:
             return reason
-        if self._calls.exact is not None and call.size is not None and reason is OTHER_INPUTS and call.key.is_captured:
+        if call.size is not None and reason is OTHER_INPUTS and call.key.is_captured:
             self._calls.exact.drop(call.size, losses=1)
         return self._call_of(args)
 
     def _serving(self, call: ServedCall, size: RecurringSize, args: Sequence[Any]) -> ServedCall | Reason:
         """What serves a call of a size that may recur: padding, its own graph, or none."""
         is_due, has_own = size.replays >= size.asks_at, size.own_bytes is not None
-        if self._calls.exact is None or not (is_due or has_own):
+        if not (is_due or has_own):
             return call
         if not has_own and call.key.num_graphs != 1:  # guard: exact_for_one_instance
             size.asks_at = 2 * size.replays
@@ -186,11 +185,11 @@ class AutoDispatcher:
             return call
         if serve is Serve.WITHOUT:
             return replace(FASTER_WITHOUT, sizes=self._rules.keys.named(call.real))
-        if serve is Serve.PLAIN and self._compiled_plain(self._calls.exact):
+        if serve is Serve.PLAIN and self._compiled_plain():
             self._calls.exact.drop(size)
         return self._calls.own_of(call, args)
 
-    def _compiled_plain(self, exact: ExactGraphs) -> bool:
+    def _compiled_plain(self) -> bool:
         """Compile the regions without what makes their padding neutral, if they are not; whether they are now."""
         start_s, problem = self._clock_s(), ""
         try:
@@ -198,7 +197,7 @@ class AutoDispatcher:
                 is_compiled = all(region.compile() for region in self._graphs.plain)
         except Exception as error:
             is_compiled, problem = False, f": {summary(error)}"
-        exact.compiled_plain(self._clock_s() - start_s, is_compiled=is_compiled)
+        self._calls.exact.compiled_plain(self._clock_s() - start_s, is_compiled=is_compiled)
         text = PLAIN if is_compiled else f"{NOT_PLAIN}{problem}"
         self._runtime.note(text, at=self._name)
         return is_compiled
@@ -217,8 +216,7 @@ class AutoDispatcher:
         if self._generation != self._runtime.lease.generation:  # some graph was dropped: count the remaining graphs
             self._generation = self._runtime.lease.generation
             self._rules.keys.recount(self._num_graphs)
-            if self._calls.exact is not None:
-                self._calls.exact.recount()
+            self._calls.exact.recount()
         return self._calls.of(args)
 
     # -- running ------------------------------------------------------------------------------------------------------
@@ -240,7 +238,7 @@ class AutoDispatcher:
             return None
         returned = run(known, args, lease, self._name)
         if returned is not None:
-            call.count()
+            self._calls.count(call)
         return returned
 
     def _captured(self, call: ServedCall, args: Sequence[Any], scope: CaptureScope | None) -> Any:
@@ -263,9 +261,8 @@ class AutoDispatcher:
 
     def _count_capture(self, call: ServedCall, seconds: float) -> None:
         """Record what the first capture of the key of a call took, within ``seconds`` of that call."""
-        if self._calls.exact is not None:
-            calls = self._calls.row_of(call.key) if call.results.is_cut else None
-            self._calls.exact.captured(call.key, call.size, calls, seconds)
+        calls = self._calls.row_of(call.key) if call.results.is_cut else None
+        self._calls.exact.captured(call.key, call.size, calls, seconds)
 
     def _clock_s(self) -> float:
         """Seconds on a clock that stands still while regions are tuned."""
@@ -297,7 +294,7 @@ class AutoDispatcher:
         )
         if not call.results.is_cut:
             outputs = self._key_outputs(call, context, args, may_capture=may_capture)
-            call.count()
+            self._calls.count(call)
             return outputs
         lease = self._runtime.lease
         lease.acquire(context, args, self._name)
@@ -312,7 +309,7 @@ class AutoDispatcher:
             cut = call.results.hand_out(self._graphs.flat(returned), args, lease)
         finally:
             lease.release()
-        call.count()
+        self._calls.count(call)
         return self._graphs.rebuilt(returned, cut)
 
     def _key_outputs(self, call: ServedCall, context: ForwardContext, args: Sequence[Any], *, may_capture: bool) -> Any:
@@ -349,18 +346,7 @@ class AutoDispatcher:
             return self._graphs.flat(self._key_outputs(call, context, filled, may_capture=may_capture))
 
         with self._graphs.uncounted(call.key.descriptor):
-            fault, is_noisy = fault_of_padding(
-                PaddedCall(
-                    call=call,
-                    rules=self._rules,
-                    args=args,
-                    filled=filled,
-                    replay=replay,
-                    run_unpadded=lambda: self._graphs.flat(self._graphs.stitched(*args)),
-                    device=self._runtime.lease.device_for(filled).device,
-                    ranks=self._runtime.lockstep.get(self._name),
-                )
-            )
+            fault, is_noisy = fault_of_padding(PaddedCall(call, self._rules, self._graphs, args, filled, replay))
         name = f"{self._name} {call.key.descriptor}"
         if is_noisy:
             text = "replays of equal contents differ; padding was compared within their spread"

@@ -31,7 +31,7 @@ class ExactGraphs(RecurringSizes):
     """The graphs of one callable for sizes that recur."""
 
     def __init__(self, rules: AutoRules, graphs: CallableGraphs, device: torch.device) -> None:
-        self._name, self._runtime, self._wrappers = graphs.name, graphs.runtime, graphs.wrappers(rules.mode)
+        self._graphs, self._name, self._runtime = graphs, graphs.name, graphs.runtime
         self._mode, self._keys, settings = rules.mode, rules.keys, graphs.settings
         # The runs of single regions do not tell how long the whole takes without a graph.
         never_without = settings.on_fallback == "error" or settings.padding_check == "strict"
@@ -51,13 +51,15 @@ class ExactGraphs(RecurringSizes):
     def record(self, key: RecurringKey, real: tuple[int, ...]) -> RecurringSize | None:
         """The record of calls with these sizes, which ``key`` serves; None if it is no larger than they are."""
         (real_rows, group), (key_rows, _) = self._rows(real), self._rows(key.sizes)
+        if self._graphs.settings.graph_bytes == 0:
+            return None
         if key.is_exact:
             return self.find(real)
         return self.size_of(real, group, real_rows, key_rows) if key_rows != real_rows else None
 
     def captured(self, key: RecurringKey, size: RecurringSize | None, calls: Row | None, seconds: float) -> None:
         """Record the first capture of a key; its calls count if they may be padded."""
-        of_regions = [wrapper.entries_at(key.descriptor) for wrapper in self._wrappers]
+        of_regions = self._graphs.entries_at(self._mode, key.descriptor)
         latest = [entries[-1] for entries in of_regions if entries]
         rows, group = self._rows(key.sizes)
         if calls is not None:
@@ -91,7 +93,9 @@ class ExactGraphs(RecurringSizes):
                 key = self._keys.exact_key(size.real)
                 key.num_graphs = 0
                 self.dropped(size, losses)
-                self._runtime.lease.drop([entry.graph for of in self._wrappers for entry in of.take(key.descriptor)])
+                self._runtime.lease.drop(
+                    [entry.graph for of in self._graphs.wrappers(self._mode) for entry in of.take(key.descriptor)]
+                )
 
         self._runtime.lease.turn.when_unused(drop)
 

@@ -9,8 +9,8 @@ is made of padding. Before these come the tensors that are made on the CPU ahead
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -21,11 +21,14 @@ from graphpass.compat import dynamo, memory, symbolic
 from graphpass.compat.subclasses import is_wrapper, plain_tensors
 from graphpass.options import Settings
 from graphpass.regions.execute import value_of
-from graphpass.regions.fromsizes import Beforehand, found_beforehand
+from graphpass.regions.fromsizes import found_beforehand
 from graphpass.regions.symbols import REAL_SIZES
 from graphpass.regions.wrappertensors import as_parts
 
 _MAX_REMEMBERED = 4096
+MadeInputs: TypeAlias = Callable[[Sequence[Any]], tuple[torch.Tensor, ...]]
+"""The values of inputs that are made on the CPU before a call with these arguments, see ``regions.fromsizes``. They are
+made in every call: the call may write to them or return them, and random draws come along."""
 
 
 class RealSizes:
@@ -63,19 +66,6 @@ class RealSizes:
         return vector
 
 
-class MadeInputs:
-    """The inputs that are made on the CPU before each call, see :mod:`graphpass.regions.fromsizes`."""
-
-    def __init__(self, part: Beforehand, places: Mapping[sympy.Symbol, tuple[int, int | None]]) -> None:
-        self._run, self._sizes, self._places = part.run, part.sizes, places
-
-    def of(self, args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-        """Their values for a call with these arguments."""
-        sizes = {symbol: args[p] if dim is None else args[p].shape[dim] for symbol, (p, dim) in self._places.items()}
-        with torch.inference_mode(False), torch.no_grad():
-            return self._run(*[value_at(size, sizes) for size in self._sizes])
-
-
 class AppendedInputs:
     """The values of the appended inputs in each call."""
 
@@ -89,7 +79,7 @@ class AppendedInputs:
 
     def after(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Dynamo's arguments, and the appended ones."""
-        made = () if self._made is None else self._made.of(args)
+        made = () if self._made is None else self._made(args)
         return (*args, *self._attributes, *made, *(() if self.sizes is None else (self.sizes.of(args),)))
 
     def at_sizes_of(self, args: Sequence[Any]) -> list[Any]:
@@ -140,11 +130,18 @@ def append_made(graph: fx.Graph) -> MadeInputs | None:
     places, symbols = symbolic.places_of(map(value_of, graph.find_nodes(op="placeholder"))), symbols_in(part.sizes)
     if not symbols <= places.keys():
         return None
+    read = {symbol: places[symbol] for symbol in symbols}
     for node in part.copies:
         node.replace_all_uses_with(append_placeholder(graph, node.name, {"example_value": value_of(node)}))
     for node in (*reversed(part.copies), *reversed(part.others)):
         graph.erase_node(node)
-    return MadeInputs(part, {symbol: places[symbol] for symbol in symbols})
+
+    def made(args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        sizes = {symbol: args[p] if dim is None else args[p].shape[dim] for symbol, (p, dim) in read.items()}
+        with torch.inference_mode(False), torch.no_grad():
+            return part.run(*[value_at(size, sizes) for size in part.sizes])
+
+    return made
 
 
 def append_placeholder(graph: fx.Graph, name: str, meta: Mapping[str, Any]) -> fx.Node:

@@ -19,6 +19,7 @@ from graphpass.errors import CaptureError
 from graphpass.keys import CUDAGraphMode
 from graphpass.ledger import Reason, Verdict
 from graphpass.options import Settings
+from graphpass.paddedcalls import PadRule
 from graphpass.padding import DECLARE_MASK, PaddingProof
 from graphpass.regions.partitionproof import prove_partition
 from graphpass.regions.split import Partition
@@ -40,7 +41,7 @@ class AutoRules:
     keys: RecurringKeys  #: the key fields, their ladders, and the keys seen so far
     #: {position: what fills its padding, unless the user says} of the inputs that have a padded field among their
     #: sizes: a number where a proof relies on it
-    padded: Mapping[int, float | int | bool | Literal["repeat"]]
+    padded: Mapping[int, PadRule]
     declared: frozenset[int]  #: positions of the inputs whose padding the user declared, or a proof relies on
     written: tuple[int, ...]  #: positions of the tensors that the graph writes to
     dynamic: tuple[int, ...]  #: positions of the tensors that are neither parameters nor buffers
@@ -68,7 +69,7 @@ def dispatched(
     if off is None and settings.padding_check == "strict":
         _refuse_unpadded(name, obstacles)
     padded = {size.symbol for size, obstacle in obstacles if obstacle is None}
-    positions = {
+    positions: dict[int, PadRule] = {
         position: fills.get(position, "repeat")
         for position, layout in sizes.layouts.items()
         if not parts.inputs[position].is_static and symbols_in(layout.shape) & padded

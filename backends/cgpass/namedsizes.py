@@ -116,13 +116,11 @@ class GraphSizes:
         in_shapes = symbols_in(simplified(size) for shape in shapes for size in shape)
         read_from = layouts.keys() | (numbers.keys() - set(parts.layout_inputs if in_shapes else ()))
         places = symbolic.places_of([v if p in read_from else None for p, v in enumerate(values)], simplified)
-        declared = [
-            (layouts[position].shape[dim], name) for position, dim, name in _declared_dims(parts.inputs, settings)
-        ]
+        names = _FieldNames.of(parts.inputs, {p: layout.shape for p, layout in layouts.items()}, hints, settings)
         read = {position for position, dim in places.values() if dim is None}
         return cls(
-            sizes=_named_sizes(parts, settings, layouts, places, hints, declared),
-            fixed={name: size for size, name in declared if isinstance(size, int)},
+            sizes=_named_sizes(parts, settings, layouts, places, names),
+            fixed={name: size for size, name in names.declared if isinstance(size, int)},
             numbers=numbers,
             layout_numbers=tuple(position for position in numbers if position not in read),
             layouts=layouts,
@@ -209,29 +207,26 @@ def _named_sizes(
     settings: Settings,
     layouts: Mapping[int, InputLayout],
     places: Mapping[sympy.Symbol, tuple[int, int | None]],
-    hints: Sizes,
-    declared_sizes: Sequence[tuple[Expression, str]],
+    names: _FieldNames,
 ) -> tuple[Size, ...]:
-    of_calls = {p: layout.shape for p, layout in layouts.items() if not parts.inputs[p].is_static}
     # With dynamic_dims, only those dimensions are declared. Else a padding rule declares all sizes of its input.
     padded = [
         layouts[p].shape
         for p in layouts
         if parts.inputs[p].source_name in settings.padding and not settings.dynamic_dims
     ]
-    declared = {size for size, _ in declared_sizes} | symbols_in(size for shape in padded for size in shape)
-    homes, names = _field_names(parts.inputs, of_calls, hints, declared_sizes)
-    fields = {symbol: names.get(symbol) or parts.inputs[places[symbol][0]].shown for symbol in sorted(places, key=str)}
+    declared = {size for size, _ in names.declared} | symbols_in(size for shape in padded for size in shape)
+    fields = {
+        symbol: names.fields.get(symbol) or parts.inputs[places[symbol][0]].shown for symbol in sorted(places, key=str)
+    }
     declared_fields = {fields[symbol] for symbol in declared if symbol in fields}
-    of_static = symbols_in(size for p, layout in layouts.items() if p not in of_calls for size in layout.shape)
-    may_pad = symbols_in(size for shape in of_calls.values() for size in shape) - of_static
     sizes = []
     for symbol, name in fields.items():
-        (position, dim), is_of_calls = places[symbol], symbol in may_pad and not symbolic.is_unbacked(symbol)
+        (position, dim), is_of_calls = places[symbol], symbol in names.of_calls
         sizes.append(
             Size(
                 name=name,
-                ladder=_ladder(name, homes.get(symbol), settings, knows_names=bool(declared_fields)),
+                ladder=_ladder(name, names.homes.get(symbol), settings, knows_names=bool(declared_fields)),
                 is_padded=False,
                 is_number=not is_of_calls and dim is None and not parts.inputs[position].is_of_tensor,
                 symbol=symbol,
@@ -243,29 +238,45 @@ def _named_sizes(
     return tuple(sizes)
 
 
-def _field_names(
-    inputs: Sequence[GraphInput],
-    of_calls: dict[int, tuple[Expression, ...]],
-    hints: Sizes,
-    declared: Sequence[tuple[Expression, str]],
-) -> tuple[dict[sympy.Symbol, tuple[int, int]], dict[sympy.Symbol, str]]:
-    """{symbol: (position, dimension) of the first call argument, no parameter or buffer, that has it}, and its field.
+@dataclass(frozen=True, slots=True)
+class _FieldNames:
+    """The key fields of the symbols in the shapes of a graph's inputs."""
 
-    Dynamo may give the batch of each input a symbol of its own. Sizes of one dimension that were equal in the traced
-    call share a key field.
-    """
-    homes = {
-        size: (position, shape.index(size))
-        for position, shape in reversed(of_calls.items())
-        for size in shape
-        if isinstance(size, sympy.Symbol)
-    }
-    names = {size: name for size, name in declared if isinstance(size, sympy.Symbol)}
-    shared = {(homes[symbol][1], hints[symbol]): name for symbol, name in names.items() if symbol in homes}
-    for symbol in sorted(homes.keys() - names.keys(), key=str):
-        home, dim = homes[symbol]
-        names[symbol] = shared.setdefault((dim, hints[symbol]), f"{inputs[home].shown}[{dim}]")
-    return homes, names
+    declared: tuple[tuple[Expression, str], ...]  #: (size, key field) of each dimension that ``dynamic_dims`` declares
+    #: symbol -> (position, dimension) of the first call argument, no parameter or buffer, that has it
+    homes: Mapping[sympy.Symbol, tuple[int, int]]
+    fields: Mapping[sympy.Symbol, str]
+    of_calls: frozenset[sympy.Symbol]  #: the symbols that only call arguments have; only such sizes may be padded
+
+    @classmethod
+    def of(
+        cls,
+        inputs: Sequence[GraphInput],
+        shapes: Mapping[int, tuple[Expression, ...]],
+        hints: Sizes,
+        settings: Settings,
+    ) -> _FieldNames:
+        """Name the symbols in ``shapes``, by position, of the inputs whose memory the graph does not exchange.
+
+        Dynamo may give the batch of each input a symbol of its own. Sizes of one dimension that were equal in the
+        traced call share a key field.
+        """
+        declared = tuple((shapes[position][dim], name) for position, dim, name in _declared_dims(inputs, settings))
+        given = {position: shape for position, shape in shapes.items() if not inputs[position].is_static}
+        homes = {
+            size: (position, shape.index(size))
+            for position, shape in reversed(given.items())
+            for size in shape
+            if isinstance(size, sympy.Symbol)
+        }
+        fields = {size: name for size, name in declared if isinstance(size, sympy.Symbol)}
+        shared = {(homes[symbol][1], hints[symbol]): name for symbol, name in fields.items() if symbol in homes}
+        for symbol in sorted(homes.keys() - fields.keys(), key=str):
+            home, dim = homes[symbol]
+            fields[symbol] = shared.setdefault((dim, hints[symbol]), f"{inputs[home].shown}[{dim}]")
+        of_static = symbols_in(size for position in shapes.keys() - given.keys() for size in shapes[position])
+        of_calls = symbols_in(size for shape in given.values() for size in shape) - of_static
+        return cls(declared, homes, fields, frozenset(s for s in of_calls if not symbolic.is_unbacked(s)))
 
 
 def unify_sizes(graph: fx.Graph, settings: Settings) -> None:
@@ -283,16 +294,11 @@ def unify_sizes(graph: fx.Graph, settings: Settings) -> None:
         for position, given in enumerate(inputs)
         if isinstance(given.value, torch.Tensor)
     }
-    hints = _hints(env, [size for shape in shapes.values() for size in shape])
-    declared = [(shapes[position][dim], name) for position, dim, name in _declared_dims(inputs, settings)]
-    of_calls = {position: shape for position, shape in shapes.items() if not inputs[position].is_static}
-    of_static = symbols_in(size for position, shape in shapes.items() if position not in of_calls for size in shape)
-    homes, names = _field_names(inputs, of_calls, hints, declared)
+    names = _FieldNames.of(inputs, shapes, _hints(env, [size for shape in shapes.values() for size in shape]), settings)
     first: dict[str, sympy.Symbol] = {}
-    for symbol in sorted(homes.keys() - of_static, key=str):
-        if not symbolic.is_unbacked(symbol):
-            one = first.setdefault(names[symbol], symbol)
-            symbolic.guard_on(env, [sympy.Eq(one, symbol)])  # guard: made_sizes_are_unified
+    for symbol in sorted(names.of_calls & names.homes.keys(), key=str):
+        one = first.setdefault(names.fields[symbol], symbol)
+        symbolic.guard_on(env, [sympy.Eq(one, symbol)])  # guard: made_sizes_are_unified
 
 
 def _ladder(
@@ -322,11 +328,8 @@ class NamedSizes:
 
     symbols: Mapping[str, Any]  #: key field -> its size in this graph, a symbol, an expression or an int
     guards: GuardedSymbols  #: which sizes the graph admits
-    settings: Settings
     grid: SizeGrid | None  #: the fields of keys; None if no option names them
     names: tuple[str, ...]  #: of all inputs, for errors
-    arguments: tuple[str, ...]  #: names of the tensors that callers pass
-    is_first: bool  #: whether no graph of the model was compiled before; a later one may begin after a graph break
     declared: tuple[tuple[int, int, str], ...]  #: (position, dimension, key field) that ``dynamic_dims`` declares
     #: (position, dimensions) of the inputs whose sizes depend on the graph's only symbol, or on its only marked symbol.
     #: Empty if dimensions are declared, or if several symbols make it ambiguous which one the key counts.
@@ -341,16 +344,12 @@ class NamedSizes:
         After a graph break no input has a declared name. In the first graph that is a mistake in the names, and then
         its symbols tell which dimensions a key counts.
         """
-        tensors = [given for given in parts.inputs if isinstance(given.value, torch.Tensor)]
         declared = _declared_dims(parts.inputs, settings)
         return cls(
             symbols=key_symbols(parts.inputs, settings.dynamic_dims),
             guards=GuardedSymbols.from_graph(graph_module),
-            settings=settings,
             grid=SizeGrid.of(settings.capture_sizes) if settings.capture_sizes else None,
             names=tuple(given.shown for given in parts.inputs),
-            arguments=tuple(given.source_name for given in tensors if given.source_name),
-            is_first=is_first,
             declared=declared,
             symbolic=() if declared or (settings.dynamic_dims and not is_first) else _symbolic(parts.inputs),
         )
@@ -418,47 +417,20 @@ class NamedSizes:
 
     # -- options ------------------------------------------------------------------------------------------------------
 
-    def compiled_apart(self) -> SizeRanges | None:
-        """The symbol by whose size regions are compiled separately, and its ranges; None without ranges or symbol."""
-        wanted = self.settings.size_ranges()
-        symbol = self.symbols.get(wanted[0]) if wanted is not None else None
-        if wanted is None or not isinstance(symbol, sympy.Symbol):
+    def compiled_apart(self, settings: Settings) -> SizeRanges | Reason | None:
+        """The symbol by whose size regions are compiled separately, and its ranges; or why none is, if options ask."""
+        wanted = settings.size_ranges()
+        if wanted is None:
             return None
-        ranges = [pair for pair in wanted[1] if any(self.guards.excludes(symbol, end) is None for end in pair)]
-        return symbol, tuple(ranges)
+        name, ranges = wanted
+        symbol = self.symbols.get(name, "no symbol that can be read from an input")
+        if not isinstance(symbol, sympy.Symbol):
+            return Reason(f"nothing is compiled by size: {name} is {symbol}", _NAME_DIMENSION.format(field=name))
+        return symbol, tuple(pair for pair in ranges if any(self.guards.excludes(symbol, end) is None for end in pair))
 
-    def not_compiled_apart(self) -> Reason | None:
-        """Why no size gets an artifact of its own although options ask for it; None if they do not, or it does."""
-        wanted = self.settings.size_ranges()
-        if wanted is None or isinstance(self.symbols.get(wanted[0]), sympy.Symbol):
-            return None
-        size = self.symbols.get(wanted[0], "no symbol that can be read from an input")
-        return Reason(f"nothing is compiled by size: {wanted[0]} is {size}", _NAME_DIMENSION.format(field=wanted[0]))
-
-    def unmatched_names(self) -> Iterator[str]:
-        """A sentence for each option that names inputs which the graph lacks, perhaps by a slip.
-
-        A graph need not have all inputs that are named, so a name that resembles none of its others says nothing.
-        """
-        named: Mapping[str, Collection[str]] = {
-            "dynamic_dims": self.settings.dynamic_dims,
-            "padding": self.settings.padding,
-            "capture_sizes": [name.rpartition("[")[0] for name in self.settings.capture_sizes if "[" in name],
-        }
-        inputs = f"the graph's inputs are {', '.join(self.arguments)}"
-        for option, names in named.items():
-            unknown = [name for name in names if name not in self.arguments]
-            others = [name for name in self.arguments if name not in names]
-            knows_none = self.is_first and len(unknown) == len(names) > 0 and bool(self.arguments)
-            if knows_none or any(difflib.get_close_matches(name, others, cutoff=0.7) for name in unknown):
-                yield f"{option} names {', '.join(unknown)}, and {inputs}"
-        fields = [name for name in self.settings.capture_sizes if "[" not in name and name not in self.symbols]
-        if self.is_first and len(self.settings.capture_sizes) > 1 and not self.settings.dynamic_dims and fields:
-            yield f"capture_sizes names {', '.join(fields)}, and {inputs}"
-
-    def excluded(self) -> Iterator[str]:
+    def excluded(self, settings: Settings) -> Iterator[str]:
         """Which named sizes the graph does not serve, and why. Dynamo compiles another graph for each of them."""
-        for name, sizes in self.settings.capture_sizes.items():
+        for name, sizes in settings.capture_sizes.items():
             symbol = self.symbols.get(name)
             if symbol is not None and not getattr(symbol, "free_symbols", None):
                 yield f"{name} is fixed at {symbol}: other sizes are compiled again"
@@ -467,6 +439,33 @@ class NamedSizes:
                 constraint = self.guards.excludes(symbol, size)
                 if constraint is not None:
                     yield f"{name}={size} is outside this graph's guards ({constraint})"
+
+
+def unmatched_names(
+    inputs: Sequence[GraphInput], fields: Collection[str], settings: Settings, *, is_first: bool
+) -> Iterator[str]:
+    """A sentence for each option that names inputs which the graph lacks, perhaps by a slip.
+
+    A graph need not have all inputs that are named, so a name that resembles none of its others says nothing; but in
+    the first graph of a model, which begins after no graph break, one of them should match.
+    """
+    named: Mapping[str, Collection[str]] = {
+        "dynamic_dims": settings.dynamic_dims,
+        "padding": settings.padding,
+        "capture_sizes": [name.rpartition("[")[0] for name in settings.capture_sizes if "[" in name],
+    }
+    tensors = [given for given in inputs if isinstance(given.value, torch.Tensor)]
+    arguments = [given.source_name for given in tensors if given.source_name]
+    said = f"the graph's inputs are {', '.join(arguments)}"
+    for option, names in named.items():
+        unknown = [name for name in names if name not in arguments]
+        others = [name for name in arguments if name not in names]
+        knows_none = is_first and len(unknown) == len(names) > 0 and bool(arguments)
+        if knows_none or any(difflib.get_close_matches(name, others, cutoff=0.7) for name in unknown):
+            yield f"{option} names {', '.join(unknown)}, and {said}"
+    unknown = [name for name in settings.capture_sizes if "[" not in name and name not in fields]
+    if is_first and len(settings.capture_sizes) > 1 and not settings.dynamic_dims and unknown:
+        yield f"capture_sizes names {', '.join(unknown)}, and {said}"
 
 
 def _fields_of(descriptor: BatchDescriptor) -> dict[str, int]:

@@ -20,6 +20,7 @@ import torch
 
 from cgpass.keyrules import AutoRules
 from cgpass.servedcalls import ServedCall
+from cgpass.wrappers import CallableGraphs
 from graphpass.capture.compare import has_fractions, in_double, largest_difference
 from graphpass.capture.settings import restoring
 from graphpass.compat.configuration import float32_precisions
@@ -42,12 +43,20 @@ class PaddedCall:
 
     call: ServedCall  #: its key, padded inputs and cuts
     rules: AutoRules  #: of the graph's dispatcher
+    graphs: CallableGraphs
     args: Sequence[Any]  #: the caller's arguments
     filled: Sequence[Any]  #: the graph's arguments at the key's sizes
     replay: Callable[[], Sequence[Any]]  #: replays with the buffers' contents; returns the flat outputs, uncut
-    run_unpadded: Callable[[], Sequence[Any]]  #: runs without a graph at the real sizes; returns the flat outputs
-    device: torch.device  #: where the graph runs
-    ranks: Lockstep | None = None  #: ranks that check together, each with as many replays: the graph has collectives
+
+    @property
+    def device(self) -> torch.device:
+        """Where the graph runs."""
+        return self.graphs.runtime.lease.device_for(self.filled).device
+
+    @property
+    def ranks(self) -> Lockstep | None:
+        """Ranks that check together, each with as many replays: the graph has collectives."""
+        return self.graphs.runtime.lockstep.get(self.graphs.name)
 
     def restoring(self, written: Iterable[torch.Tensor] = ()) -> AbstractContextManager[None]:
         """Restore ``written`` and all random number generators after the body."""
@@ -72,7 +81,7 @@ class PaddedCall:
         """The results of a run at the real sizes; restores the state."""
         written = self._written({padded.position: self.args[padded.position] for padded in self.call.results.written})
         with self.restoring(written.values()):
-            outputs = self.run_unpadded()
+            outputs = self.graphs.flat(self.graphs.stitched(*self.args))
             found = {f"output {index}": outputs[index] for index in self.call.results.real_parts(outputs)}
             return {name: tensor.clone() for name, tensor in (found | written).items()}
 

@@ -24,16 +24,16 @@ from cgpass.extrainputs import (
 from cgpass.graphrecord import region_records, report_graph, size_records
 from cgpass.infloat64 import region_in_float64
 from cgpass.keyrules import calls_collectives, dispatched
-from cgpass.namedsizes import NamedSizes, unify_sizes
+from cgpass.namedsizes import NamedSizes, unify_sizes, unmatched_names
 from cgpass.paddingpass import PaddingPasses
 from cgpass.wrappers import CompiledGraph
 from graphpass.capture.runtime import GraphRuntime, runtime_of_compiler
 from graphpass.compat import dynamo, nnmodules, saving, sideeffects, symbolic
 from graphpass.compat.subclasses import is_opaque
 from graphpass.compile import (
-    CompiledRegion,
     CompiledRegions,
     RegionCompiler,
+    SizeRanges,
     Tuner,
     Tuning,
     compile_training,
@@ -98,7 +98,8 @@ def backend(
     if saved is not None and saved.recording is not None:
         return saved.recorded(traced.identity, has_floats=bool(traced.floats.positions))
     runtime.compiles_frame(dynamo.frame_id(), dynamo.frame_code(), name)
-    is_new = not runtime.owned(CallableCache).knows(traced.key)
+    cache = runtime.owned(CallableCache)
+    is_new = traced.key not in cache
     if is_new and runtime.is_captured_ahead(dynamo.frame_id()):
         Fallbacks(runtime, settings.on_fallback).report_late(dynamo.recompile_reason(), name)
     made = None
@@ -106,8 +107,9 @@ def backend(
         with runtime.ledger.timed(WARM_START, LOADED):
             given = (name, traced.appended, traced.side_effects)
             made = saved.load(traced.identity, given, runtime, settings)
-        runtime.owned(CallableCache).add(traced.key, made)
     made = made or _captured(name, traced, runtime, settings, aliases)
+    if traced.key is not None:
+        cache[traced.key] = made
     return _of_runtime(runtime, traced.lists.emptied_before(traced.floats.moved_before(made)))
 
 
@@ -118,14 +120,16 @@ def _captured(
     start_s = time.perf_counter()
     parts = partition(traced.whole, settings.splitting_ops)
     partition_s = time.perf_counter() - start_s
-    sizes = NamedSizes.of(parts, traced.whole, settings, is_first=not runtime.callables())
+    is_first = not runtime.callables()  # a later graph may begin after a graph break
+    sizes = NamedSizes.of(parts, traced.whole, settings, is_first=is_first)
+    apart = sizes.compiled_apart(settings)
     # Proofs need aten graphs, and are about symbolic sizes. Without a trace the compiler uses its cache of AOT graphs.
     entries = {} if traced.appended is None or traced.appended.sizes is None else traced.appended.sizes.entries
     trace = PaddingPasses.of(parts, settings, entries) if parts.has_symbols() else None
     dynamo.forget_arguments(traced.whole.graph)
-    compiled = _compiled(name, parts, sizes, trace, runtime, settings)
-    known = (cache := runtime.owned(CallableCache)).find(traced.key, compiled.by_name)
-    if known is not None:
+    compiled = _compiled(name, parts, None if isinstance(apart, Reason) else apart, trace, runtime, settings)
+    known = runtime.owned(CallableCache).get(traced.key)
+    if known is not None and known.runs(compiled.by_name):
         runtime.retraced(known.name)
         return known
     _dump(name, parts, settings)
@@ -148,8 +152,15 @@ def _captured(
         off=None if rules is None else rules.off,
     )
     runtime.register(record)
-    _note_problems(name, sizes, traced.floats, runtime)
-    _note_unused(name, sizes, compiled, runtime)
+    _note_problems(name, traced.floats, runtime)
+    for unmatched in unmatched_names(parts.inputs, sizes.symbols, settings, is_first=is_first):
+        runtime.warn(unmatched, "name the inputs as the graph does", at=name)
+    if isinstance(apart, Reason):
+        runtime.warn(apart.why, apart.remedy, at=name)
+    elif apart is not None:
+        _note_unused(name, len(apart[1]), compiled, runtime, settings)
+    for problem in sizes.excluded(settings):
+        runtime.note(problem, at=name)
     report_graph(record, parts, rules, proof, runtime, settings)
     graph = CompiledGraph(
         record=record,
@@ -166,7 +177,6 @@ def _captured(
         side_effects=traced.side_effects,
     )
     made = GraphedCallable(graph, runtime, settings)
-    cache.add(traced.key, made)
     if traced.identity is not None:
         saved, regions = SavedCallable.of(graph, aliases), list(compiled.by_name.values())
         runtime.owned(SavedGraphs).save(made, traced.identity, saved, regions, runtime, settings)
@@ -184,12 +194,9 @@ class SavedCallable:
     @classmethod
     def of(cls, graph: CompiledGraph, aliases: Mapping[str, str]) -> SavedCallable:
         """The parts of a callable, without its runtime and settings."""
-        admits = graph.record.admits
         unbound = replace(
             graph,
-            record=replace(graph.record, admits=None if admits is None else _unbound, frame=None),
             partition=replace(graph.partition, stitched=_unbound, _outputs=None),
-            sizes=replace(graph.sizes, settings=None),  # type: ignore[arg-type]
             compiled=dict(graph.compiled),
             traces=dict(graph.traces),
             appended=None,
@@ -209,14 +216,11 @@ class SavedCallable:
             appended = None if self.sizes_read is None else AppendedInputs([], self.sizes_read)
             traced, settings = (runtime.next_callable_name(), appended, ()), settings.with_names(self.aliases)
         name, appended, side_effects = traced
-        sizes = replace(self.graph.sizes, settings=settings)
-        record = self.graph.record
-        admits = None if record.admits is None else sizes.admits
-        record = replace(record, name=name, frame=dynamo.frame_id(), admits=admits, is_loaded=True)
+        record = replace(self.graph.record, name=name, frame=dynamo.frame_id(), is_loaded=True)
         record = replace(record, artifacts=0, seconds=CompileSeconds())
         runtime.register(record)
         runtime.note("loaded from warm_start: nothing was partitioned or compiled", at=name)
-        graph = replace(self.graph, record=record, sizes=sizes, appended=appended, side_effects=side_effects)
+        graph = replace(self.graph, record=record, appended=appended, side_effects=side_effects)
         for region in {id(tuned): tuned for one in graph.compiled.values() if (tuned := one.tuned)}.values():
             region.load(name, runtime.ledger)
         loaded = GraphedCallable(graph, runtime, settings)
@@ -229,7 +233,7 @@ def _unbound(*_: Any) -> Any:
 
 
 def _compiled(
-    name: str, parts: Partition, sizes: NamedSizes, trace: Any, runtime: GraphRuntime, settings: Settings
+    name: str, parts: Partition, apart: SizeRanges | None, trace: Any, runtime: GraphRuntime, settings: Settings
 ) -> CompiledRegions:
     """Compile the captured regions, so that they can be saved where ``warm_start`` asks for it.
 
@@ -242,7 +246,7 @@ def _compiled(
         return runtime.owned(RegionCompiler).compile(
             [region for region in parts.regions if region.kind == "captured"],
             settings.compiler,
-            sizes.compiled_apart(),
+            apart,
             trace=trace,
             tuning=_tuning(name, parts, runtime, settings),
             waits=settings.dispatches_itself() and is_alone and not keeps,
@@ -368,30 +372,13 @@ class TraceKey:
         return hash((self.frame, self.structure))  # options hold dicts
 
 
-class CallableCache:
-    """The callables of one runtime by :class:`TraceKey`. References are weak: Dynamo owns the callables.
+class CallableCache(weakref.WeakValueDictionary[TraceKey | None, GraphedCallable]):
+    """The callables of one runtime by trace. References are weak: Dynamo owns the callables.
 
     Dynamo's guards distinguish more calls than graphs do. For example, Dynamo traces a function again if an input
     becomes an inference tensor, or if a slice becomes as long as its buffer, and produces the same graph. A second
     callable would have none of the keys that were captured for the first one.
     """
-
-    def __init__(self) -> None:
-        self._known: weakref.WeakValueDictionary[TraceKey, GraphedCallable] = weakref.WeakValueDictionary()
-
-    def find(self, key: TraceKey | None, compiled: Mapping[str, CompiledRegion]) -> GraphedCallable | None:
-        """The callable of an earlier trace of the same graph; None if there is none."""
-        known = None if key is None else self._known.get(key)
-        return known if known is not None and known.runs(compiled) else None
-
-    def knows(self, key: TraceKey | None) -> bool:
-        """Whether an earlier trace gave the same graph."""
-        return key is not None and key in self._known
-
-    def add(self, key: TraceKey | None, graphed: GraphedCallable | None) -> None:
-        """Let ``graphed`` serve later traces of its graph."""
-        if key is not None and graphed is not None:
-            self._known[key] = graphed
 
 
 def _no_presets(mode: str) -> OptionError:
@@ -403,18 +390,20 @@ def _no_presets(mode: str) -> OptionError:
     )
 
 
-def _note_unused(name: str, sizes: NamedSizes, compiled: CompiledRegions, runtime: GraphRuntime) -> None:
+def _note_unused(
+    name: str, num_wanted: int, compiled: CompiledRegions, runtime: GraphRuntime, settings: Settings
+) -> None:
     """Say which regions have no artifact for a size that is compiled apart, since other padding is made in it."""
-    wanted, asked = sizes.compiled_apart(), sizes.settings.size_ranges()
+    asked = settings.size_ranges()
     for region, artifact in compiled.by_name.items():
         trace = compiled.traces.get(region)
         is_made = trace is not None and trace.problem is None and bool(trace.result.insertions)
-        if wanted and asked and is_made and artifact.size_position is not None and len(artifact.sized) < len(wanted[1]):
+        if asked and is_made and artifact.size_position is not None and len(artifact.sized) < num_wanted:
             why = f"not compiled apart by {asked[0]}: at such a size other padding would be made than at the others"
             runtime.warn(why, "leave the size out of compile_sizes and compile_ranges", at=f"{name}.{region}")
 
 
-def _note_problems(name: str, sizes: NamedSizes, floats: FloatInputs, runtime: GraphRuntime) -> None:
+def _note_problems(name: str, floats: FloatInputs, runtime: GraphRuntime) -> None:
     rnn = dynamo.untraced_rnn()
     if rnn is not None and not any(
         record.ends for record in runtime.callables()
@@ -425,13 +414,6 @@ def _note_problems(name: str, sizes: NamedSizes, floats: FloatInputs, runtime: G
             continue
         text = f"the float {number} is a constant in the graph, and each value is compiled apart: {op} takes no tensor"
         runtime.warn(text + (f" at {where}" if where else ""), "pass few values of it", at=name)
-    for unmatched in sizes.unmatched_names():
-        runtime.warn(unmatched, "name the inputs as the graph does", at=name)
-    uncompiled = sizes.not_compiled_apart()
-    if uncompiled is not None:
-        runtime.warn(uncompiled.why, uncompiled.remedy, at=name)
-    for problem in sizes.excluded():
-        runtime.note(problem, at=name)
 
 
 def _training(

@@ -7,11 +7,10 @@ sees padding.
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,8 +25,7 @@ from graphpass.capture.replay import GraphEntry
 from graphpass.capture.staging import storage_id
 from graphpass.dispatch.owngraphs import RecurringSize
 from graphpass.dispatch.recurring import RecurringKey
-from graphpass.keys import CUDAGraphMode
-from graphpass.ledger import Ledger, Row
+from graphpass.ledger import Row
 from graphpass.paddedcalls import PaddedArguments, PaddedInput, PaddedMemory, ServedSize
 
 _MAX_REMEMBERED, _MAX_KNOWN = 4096, 64
@@ -42,7 +40,6 @@ class ServedCall(ServedSize[PaddedArguments, CallResults]):
     """What serves all calls of the same real sizes, through the wrappers or by a replay that is known."""
 
     key: RecurringKey
-    row_of: Callable[[RecurringKey], Row]  #: the counts of a key's calls
     real: tuple[int, ...]  #: the real size of each key field
     seen: tuple[tuple[Counter[int], int], ...]  #: (counts of a field's sizes in all calls, the size in these calls)
     num_real: int = 1  #: product of the real sizes
@@ -56,17 +53,6 @@ class ServedCall(ServedSize[PaddedArguments, CallResults]):
     def needs_check(self) -> bool:
         """Whether these calls have padding, and no padded call of their key was checked."""
         return not self.key.is_checked and self.num_padded != self.num_real
-
-    def count(self) -> None:
-        """Count a call that has run over a graph."""
-        row, size = self.row, self.size
-        if row is None:
-            row = self.row = self.row_of(self.key)
-        if size is not None:
-            size.replays += 1
-        row.n += 1
-        row.real += self.num_real
-        row.padded += self.num_padded
 
     def know(self, anchor: int, entry: GraphEntry, generation: int, *, clones: bool) -> ServedReplay:
         """Remember the graph of these calls whose first static input has this address: they have nothing to look up.
@@ -89,19 +75,16 @@ class ServedCall(ServedSize[PaddedArguments, CallResults]):
 class ServedCalls:
     """Looks up what serves a call. Owns the padded buffers."""
 
-    def __init__(self, rules: AutoRules, graphs: CallableGraphs) -> None:
-        self._rules, self._graphs = rules, graphs
+    def __init__(self, rules: AutoRules, graphs: CallableGraphs, device: torch.device) -> None:
+        self._rules, self._graphs, self._device = rules, graphs, device
         self._name, self._runtime, self._settings = graphs.name, graphs.runtime, graphs.settings
-        #: which sizes get graphs of their own; None before the first padded call, and if none does
-        self.exact: ExactGraphs | None = None
+        self.exact = ExactGraphs(rules, graphs, device)  #: which sizes get graphs of their own
         self._places = tuple(size.place for size in rules.sizes.sizes)
         self._layout_numbers = rules.sizes.layout_numbers
         self._may_share = tuple(dict.fromkeys((*rules.dynamic, *rules.written)))
         self._watches_memory = bool(rules.padded) and bool(rules.written) and len(self._may_share) > 1
         self._memory = PaddedMemory[int]()
         self._calls: dict[tuple[Any, ...], ServedCall] = {}
-        #: the counts of a key's calls; calls that keep it keep nothing else
-        self.row_of = functools.partial(_row_of, graphs.runtime.ledger, graphs.name, rules.mode)
         self._new = threading.Lock()  # makes calls: two buffers of one key would be two graphs
         self.is_refuted = False  #: the run-time check found that padding changes results: no later call is padded
 
@@ -117,6 +100,21 @@ class ServedCalls:
                 self._calls = {}
             call = self._calls[real, layout, as_is] = self._new_call(real, args, as_is=as_is)
         return call
+
+    def row_of(self, key: RecurringKey) -> Row:
+        """The counts of a key's calls."""
+        return self._runtime.ledger.rows(self._name, "called")[self._rules.mode, key.descriptor]
+
+    def count(self, call: ServedCall) -> None:
+        """Count a call that has run over a graph."""
+        row, size = call.row, call.size
+        if row is None:
+            row = call.row = self.row_of(call.key)
+        if size is not None:
+            size.replays += 1
+        row.n += 1
+        row.real += call.num_real
+        row.padded += call.num_padded
 
     def own_of(self, call: ServedCall, args: Sequence[Any]) -> ServedCall:
         """What serves the calls like ``call`` over the graph of their own size."""
@@ -135,7 +133,7 @@ class ServedCalls:
 
     def forget(self) -> None:
         """Drop the buffers and all that was looked up."""
-        self.exact = None
+        self.exact = ExactGraphs(self._rules, self._graphs, self._device)
         self._memory.clear()
         self._calls.clear()
 
@@ -190,7 +188,6 @@ class ServedCalls:
                 remedy = f"make it contiguous (`{found.name}.contiguous()`)"
                 return self._as_is(real, f"no dense buffer has the strides of {found.name}", remedy)
             strides = {e: args[p] for p, e in self._rules.sizes.numbers.items() if getattr(e, "is_Symbol", False)}
-            exact = self._exact_graphs(args)
             return ServedCall(
                 found,
                 self._rules.outputs.results(
@@ -199,18 +196,12 @@ class ServedCalls:
                 ),
                 plan=None,
                 key=key,
-                row_of=self.row_of,
                 real=real,
                 seen=self._seen(real),
                 num_real=math.prod(real),
                 num_padded=math.prod(key.sizes),
-                size=None if exact is None else exact.record(key, real),
+                size=self.exact.record(key, real),
             )
-
-    def _exact_graphs(self, args: Sequence[Any]) -> ExactGraphs | None:
-        if self.exact is None and self._settings.graph_bytes != 0:
-            self.exact = ExactGraphs(self._rules, self._graphs, self._runtime.lease.device_for(args).device)
-        return self.exact
 
     def _inputs(self, real: Sequence[int], sizes: Sequence[int], args: Sequence[Any]) -> PaddedArguments | InputLayout:
         """The padded inputs and the numbers at ``sizes``; or the layout of an input that no dense buffer has."""
@@ -237,13 +228,9 @@ class ServedCalls:
         return self._exact(self._rules.keys.key_of(real, as_is=True), real)
 
     def _exact(self, key: RecurringKey, real: tuple[int, ...]) -> ServedCall:
-        return ServedCall(_NO_INPUTS, _AS_IS, plan=None, key=key, row_of=self.row_of, real=real, seen=self._seen(real))
+        return ServedCall(_NO_INPUTS, _AS_IS, plan=None, key=key, real=real, seen=self._seen(real))
 
     def _seen(self, real: Sequence[int]) -> tuple[tuple[Counter[int], int], ...]:
         of_key = {field.name: size for field, size in zip(self._rules.keys.fields, real, strict=True)}
         named = {**self._rules.sizes.fixed, **of_key}  # torch.compile has a graph of its own for size 1
         return tuple((self._runtime.ledger.sizes[name], size) for name, size in named.items())
-
-
-def _row_of(ledger: Ledger, name: str, mode: CUDAGraphMode, key: RecurringKey) -> Row:
-    return ledger.rows(name, "called")[mode, key.descriptor]

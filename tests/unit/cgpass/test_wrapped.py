@@ -64,7 +64,7 @@ def agrees(fast: Callable[..., Any], model: Callable[..., Any], given: Sequence[
 
 def only_graph(fast: Any) -> Any:
     """The only graphed callable of a compiled model."""
-    (made,) = fast.its_runtime.owned(CallableCache)._known.values()
+    (made,) = fast.its_runtime.owned(CallableCache).values()
     return made
 
 
