@@ -37,8 +37,7 @@ _Answer: TypeAlias = tuple[Key, Dispatch, Dispatch] | DispatchReason
 class _Table:
     """The keys for batches of one kind, and the answers given so far."""
 
-    #: (mode, whether its keys are for uniform decode, the keys from small to large), in order of preference
-    routes: tuple[tuple[CUDAGraphMode, bool, tuple[Key, ...]], ...]
+    keys: tuple[Key, ...]  #: from small to large
     #: the sizes of all keys in each field, and the numbers of requests that they hold, ascending. Batches that fall
     #: between the same rungs fit the same keys.
     rungs: tuple[list[int], ...]
@@ -356,18 +355,13 @@ class CudagraphDispatcher:
 
     def _table(self, identity: tuple[int, Extra], uniform: bool) -> _Table:
         """The keys for batches of this kind; batches whose identity no key has share a table without keys."""
-        ordered = sorted(self._keys.values(), key=lambda key: key.order)
-        alike = [key for key in ordered if key.identity == identity and uniform >= key.descriptor.uniform]
+        alike = sorted(self._keys.values(), key=lambda key: key.order)
+        alike = [key for key in alike if key.identity == identity and uniform >= key.descriptor.uniform]
         known = identity if alike else None
         if (known, uniform) not in self._tables:
-            existing = {key.route for key in ordered}
-            routes = [route for route in _ROUTES if route in existing and uniform >= route[1]]
-            rows = [(*key.sizes, key.capacity) for key in alike]
-            self._tables[known, uniform] = _Table(
-                routes=tuple((*route, tuple(key for key in alike if key.route == route)) for route in routes),
-                rungs=tuple(sorted(set(column)) for column in zip(*rows, strict=True)),
-                answers={},
-            )
+            columns = zip(*((*key.sizes, key.capacity) for key in alike), strict=True)
+            rungs = tuple(sorted(set(column)) for column in columns)
+            self._tables[known, uniform] = _Table(tuple(alike), rungs, answers={})
         return self._tables[known, uniform]
 
     def _answer(
@@ -378,13 +372,14 @@ class CudagraphDispatcher:
         uniform: bool,
         allowed: frozenset[CUDAGraphMode] | None,
     ) -> _Answer:
-        mixed = self._mode.mixed_mode()
-        lacks_mixed = bool(mixed) and not any(key.route == (mixed, False) for key in self._keys.values())
+        mixed, routes = self._mode.mixed_mode(), {key.route for key in self._keys.values()}
+        lacks_mixed = bool(mixed) and (mixed, False) not in routes
         is_above = lacks_mixed and (allowed is None or mixed in allowed)  # the mode has such graphs, but no size does
         missed = DispatchReason.TOO_LARGE if is_above else DispatchReason.DISABLED
-        for mode, is_decode, keys in table.routes:
-            if allowed is not None and mode not in allowed:
+        for mode, is_decode in _ROUTES:
+            if (mode, is_decode) not in routes or is_decode > uniform or (allowed is not None and mode not in allowed):
                 continue
+            keys = [key for key in table.keys if key.route == (mode, is_decode)]
             key = next((key for key in keys if key.holds(sizes, num_reqs)), None)
             if key is None:
                 missed = max(missed, DispatchReason.TOO_LARGE if keys else DispatchReason.NO_KEY, key=_CLOSENESS)

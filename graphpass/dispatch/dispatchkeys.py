@@ -17,49 +17,47 @@ from graphpass.keys import BatchDescriptor, CUDAGraphMode
 class DispatchReason(enum.Enum):
     """Why a batch runs in its mode. The value is a short label for counters."""
 
-    EXACT = "exact"
-    PADDED = "padded"
-    RELAXED = "relaxed"
-    EMPTY = "empty"
-    TOO_LARGE = "too_large"
-    NO_KEY = "no_key"
-    DISABLED = "disabled"
-    NOT_CAPTURED = "not_captured"
-    AGREED = "agreed"
+    explanation: str  #: the reason as a clause, for reports and errors
+    remedy: str  #: what gives such a batch a graph; empty for reasons of batches that have one
 
-    @property
-    def explanation(self) -> str:
-        """The reason as a clause, for reports and errors."""
-        return _EXPLANATIONS[self]
+    EXACT = "exact", "a key has exactly this size"
+    PADDED = "padded", "the next larger key holds it"
+    RELAXED = "relaxed", "a uniform decode batch is served by a key for mixed batches"
+    EMPTY = "empty", "the batch has no tokens", "skip the step"
+    TOO_LARGE = (
+        "too_large",
+        "the batch is above the largest key",
+        "add a capture size that holds it, or split the batch",
+    )
+    NO_KEY = (
+        "no_key",
+        "no key has this extra or this number of adapters",
+        "add that value to capture_sizes, or that number of adapters to LoraKeys",
+    )
+    DISABLED = (
+        "disabled",
+        "the mode, or allowed_modes, excludes this kind of batch",
+        "use a mode that has graphs for such batches, or allow it in allowed_modes",
+    )
+    NOT_CAPTURED = (
+        "not_captured",
+        "its key has not been captured yet",
+        "call capture(), with a max_bytes that leaves room for the key",
+    )
+    AGREED = (
+        "agreed",
+        "the other ranks need another mode or size",
+        "capture the sizes that this rank has on every rank, and balance the batches",
+    )
 
-    @property
-    def remedy(self) -> str:
-        """What gives such a batch a graph; empty for reasons of batches that have one."""
-        return _REMEDIES.get(self, "")
+    def __new__(cls, label: str, explanation: str, remedy: str = "") -> DispatchReason:
+        """A reason, whose value is its label."""
+        reason = object.__new__(cls)
+        reason._value_, reason.explanation, reason.remedy = label, explanation, remedy
+        return reason
 
     def __str__(self) -> str:
-        return self.value
-
-
-_EXPLANATIONS = {
-    DispatchReason.EXACT: "a key has exactly this size",
-    DispatchReason.PADDED: "the next larger key holds it",
-    DispatchReason.RELAXED: "a uniform decode batch is served by a key for mixed batches",
-    DispatchReason.EMPTY: "the batch has no tokens",
-    DispatchReason.TOO_LARGE: "the batch is above the largest key",
-    DispatchReason.NO_KEY: "no key has this extra or this number of adapters",
-    DispatchReason.DISABLED: "the mode, or allowed_modes, excludes this kind of batch",
-    DispatchReason.NOT_CAPTURED: "its key has not been captured yet",
-    DispatchReason.AGREED: "the other ranks need another mode or size",
-}
-_REMEDIES = {
-    DispatchReason.EMPTY: "skip the step",
-    DispatchReason.TOO_LARGE: "add a capture size that holds it, or split the batch",
-    DispatchReason.NO_KEY: "add that value to capture_sizes, or that number of adapters to LoraKeys",
-    DispatchReason.DISABLED: "use a mode that has graphs for such batches, or allow it in allowed_modes",
-    DispatchReason.NOT_CAPTURED: "call capture(), with a max_bytes that leaves room for the key",
-    DispatchReason.AGREED: "capture the sizes that this rank has on every rank, and balance the batches",
-}
+        return str(self.value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,11 +108,8 @@ class SizeGrid:
 
     def fields(self, descriptor: BatchDescriptor) -> dict[str, int]:
         """Field name -> size, from a descriptor."""
-        named = _named(descriptor.extra)
-        named["num_tokens"] = descriptor.num_tokens
-        if descriptor.num_reqs is not None:
-            named["num_reqs"] = descriptor.num_reqs
-        elif "num_reqs" not in named and "num_reqs" in self.sizes and "num_tokens" not in self.sizes:
+        named = _named(descriptor.extra, descriptor.num_tokens, descriptor.num_reqs)
+        if "num_reqs" not in named and "num_reqs" in self.sizes and "num_tokens" not in self.sizes:
             others = math.prod(self._count(named, name) for name in self.sizes if name != "num_reqs")
             if others and descriptor.num_tokens % others == 0:
                 named["num_reqs"] = descriptor.num_tokens // others
@@ -120,14 +117,11 @@ class SizeGrid:
 
     def read(self, num_tokens: int | None, num_reqs: int | None, extra: Extra) -> tuple[dict[str, int], Extra]:
         """Split the numbers of a batch into (field name -> size, the other pairs of ``extra`` in order of name)."""
-        pairs = _named(extra)
-        named = dict(pairs)
-        if num_tokens is not None:
-            named["num_tokens"] = num_tokens
-        if num_reqs is not None:
-            named["num_reqs"] = num_reqs
+        named = _named(extra, num_tokens, num_reqs)
         sizes = {name: self._count(named, name) for name in self.sizes}
-        return sizes, tuple(sorted((pair for pair in pairs.items() if pair[0] not in sizes), key=lambda pair: pair[0]))
+        return sizes, tuple(
+            sorted((pair for pair in dict(extra).items() if pair[0] not in sizes), key=lambda pair: pair[0])
+        )
 
     def _count(self, named: Mapping[str, object], name: str) -> int:
         """The count with this name."""
@@ -150,8 +144,8 @@ def _checked_sizes(sizes: Iterable[int], name: str) -> tuple[int, ...]:
     return tuple(positive(size, name, error=DispatchError) for size in sizes)
 
 
-def _named(extra: Extra) -> dict[str, Hashable]:
-    """``extra`` as a dict."""
+def _named(extra: Extra, num_tokens: int | None, num_reqs: int | None) -> dict[str, Hashable]:
+    """{name: value} of the numbers of a batch or a key and of its ``extra``."""
     try:
         named = dict(extra)
         well_formed = len(named) == len(extra) and all(isinstance(name, str) for name in named)
@@ -165,7 +159,8 @@ def _named(extra: Extra) -> dict[str, Hashable]:
             found=repr(extra),
             remedy="pass extra=(('seq_len', 64),)",
         )
-    return named
+    counts = {"num_tokens": num_tokens, "num_reqs": num_reqs}
+    return named | {name: count for name, count in counts.items() if count is not None}
 
 
 def capture_sizes_within(sizes: Sequence[int], max_num_tokens: int | None, query_len: int) -> tuple[int, ...]:

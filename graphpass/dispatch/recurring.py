@@ -36,7 +36,7 @@ class KeyField:
     is_number: bool
 
 
-@dataclass(slots=True)
+@dataclass
 class RecurringKey:
     """The state of one key. Traffic with ever new sizes makes many, so one has no name before it gets a graph."""
 
@@ -49,14 +49,11 @@ class RecurringKey:
     #: it is for one size that padding could serve, see ``owngraphs``; another bound holds for those
     is_exact: bool = False
     is_checked: bool = False  #: a call that it pads was compared with other padding and with none
-    _descriptor: BatchDescriptor | None = None
 
-    @property
+    @functools.cached_property
     def descriptor(self) -> BatchDescriptor:
         """Its name in counts and reports."""
-        if self._descriptor is None:
-            self._descriptor = self.name_of()
-        return self._descriptor
+        return self.name_of()
 
     @property
     def is_captured(self) -> bool:
