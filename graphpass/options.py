@@ -261,10 +261,8 @@ def _splitting_ops(value: Any) -> tuple[Any, ...]:
 
 
 def _sizes(option: str, value: Any) -> dict[str, tuple[int, ...]]:
-    ladders = _by_field(value)
+    ladders = _lists_by_field(option, "a list of sizes, or {key field: list of sizes}", value)
     for name, sizes in ladders.items():
-        if isinstance(sizes, (str, Mapping)) or not isinstance(sizes, Sequence) or not sizes:
-            raise _bad_value(option, "a list of sizes, or {key field: list of sizes}", value)
         if not all(map(_is_size, sizes)):
             raise _bad_value(option, f"integers of at least 1 for {name}", value)
     return {name: tuple(sorted(set(sizes))) for name, sizes in ladders.items()}
@@ -273,9 +271,7 @@ def _sizes(option: str, value: Any) -> dict[str, tuple[int, ...]]:
 def _compile_ranges(value: Any) -> dict[str, tuple[tuple[int, int], ...]]:
     expected = "a list of pairs (least, greatest), both included, that do not overlap"
     ranges = {}
-    for name, of_field in _by_field(value).items():
-        if isinstance(of_field, (str, Mapping)) or not isinstance(of_field, Sequence) or not of_field:
-            raise _bad_value("compile_ranges", expected, value)
+    for name, of_field in _lists_by_field("compile_ranges", expected, value).items():
         if not all(isinstance(pair, Sequence) and len(pair) == 2 and all(map(_is_size, pair)) for pair in of_field):
             raise _bad_value("compile_ranges", expected, value)
         pairs = sorted((least, greatest) for least, greatest in of_field)
@@ -286,8 +282,13 @@ def _compile_ranges(value: Any) -> dict[str, tuple[tuple[int, int], ...]]:
     return ranges
 
 
-def _by_field(value: Any) -> dict[str, Any]:
-    return {str(name): sizes for name, sizes in value.items()} if isinstance(value, Mapping) else {"num_tokens": value}
+def _lists_by_field(option: str, expected: str, value: Any) -> dict[str, Sequence[Any]]:
+    given = value if isinstance(value, Mapping) else {"num_tokens": value}
+    by_field = {str(name): of_field for name, of_field in given.items()}
+    for of_field in by_field.values():
+        if isinstance(of_field, (str, Mapping)) or not isinstance(of_field, Sequence) or not of_field:
+            raise _bad_value(option, expected, value)
+    return by_field
 
 
 def _is_size(value: Any) -> bool:

@@ -41,7 +41,7 @@ class GraphedCallable:
         self.code, self.ends_early = graph.code, None if ends is None else f"graph break: {ends}"
         self.partition, self.runtime = graph.partition, runtime
         if calls_collectives(graph.partition):
-            processgroups.close_before_groups(runtime)
+            runtime.owned(processgroups.ClosedBeforeGroups).register(runtime)
             if settings.ranks is not None:
                 runtime.lockstep[self.name] = runtime.owned(LockstepGroups).of(list(nodes_of(graph.partition)))
         self._used, self._appended = tuple(graph.used_argument_positions), graph.appended
@@ -78,7 +78,15 @@ class GraphedCallable:
             return self.call(args)
         changed = self._appended.changed()  # guard: attributes_layout
         args = self._appended.after(args)
-        return self.call(args) if changed is None else self._changed(changed, args)
+        if changed is None:
+            return self.call(args)
+        text = "a tensor that compiled code reads has another layout than in its trace"
+        remedy = "call torch.compiler.reset() after `tensor.data = other` of another layout"
+        if _is_at_key(current_context()):
+            raise ShapeError(f"{self.name}: {text}", expected="the layout of the trace", found=changed, remedy=remedy)
+        return self._as_traced(
+            args, f"{text}: its calls run without compiled code and graphs", remedy, at=f"{self.name} ({changed})"
+        )
 
     @classmethod
     def serialize_compile_artifacts(cls, _: Any) -> bytes:
@@ -149,26 +157,16 @@ class GraphedCallable:
         self.runtime.compiled_later(self.name, sum(compiled), time.perf_counter() - start_s)
 
     def _transformed(self, context: ForwardContext | None, args: tuple[Any, ...]) -> Any:
-        """Run a call under ``vmap`` or forward-mode AD as it was traced: compiled kernels would drop the tangents."""
-        if context is not None and context.runtime_mode and context.capture is None and context.owner is None:
+        """Run a call under ``vmap`` or forward-mode AD: compiled kernels would drop the tangents."""
+        if _is_at_key(context):
             refuse_transforms(self.name, args)
-        self.runtime.warn(
-            "a call under vmap or forward-mode AD runs without compiled code and graphs",
-            "transform the model itself, or compile a function that has the transform inside",
-            at=self.name,
-        )
-        return self._as_traced(args)
+        text = "a call under vmap or forward-mode AD runs without compiled code and graphs"
+        remedy = "transform the model itself, or compile a function that has the transform inside"
+        return self._as_traced(args, text, remedy, at=self.name)
 
-    def _changed(self, how: str, args: tuple[Any, ...]) -> Any:
-        """Run a call on the traced graph, because compiled code would read an attribute in its old layout."""
-        context, text = current_context(), "a tensor that compiled code reads has another layout than in its trace"
-        remedy = "call torch.compiler.reset() after `tensor.data = other` of another layout"
-        if context is not None and context.runtime_mode and context.capture is None and context.owner is None:
-            raise ShapeError(f"{self.name}: {text}", expected="the layout of the trace", found=how, remedy=remedy)
-        self.runtime.warn(f"{text}: its calls run without compiled code and graphs", remedy, at=f"{self.name} ({how})")
-        return self._as_traced(args)
-
-    def _as_traced(self, args: tuple[Any, ...]) -> Any:
+    def _as_traced(self, args: tuple[Any, ...], text: str, remedy: str, at: str) -> Any:
+        """Run a call as it was traced, on uncompiled code, which a warning says."""
+        self.runtime.warn(text, remedy, at=at)
         return self.partition.bind({r.name: r.graph_module.forward for r in self.partition.regions})(*args)
 
     def _observed(
@@ -214,3 +212,8 @@ class GraphedCallable:
         """Capture one key of :meth:`ladder`; afterwards, restore all tensors that the graph writes."""
         assert self._auto is not None, "only a callable that dispatches by itself has a ladder"
         self._auto.capture_key(descriptor, args)
+
+
+def _is_at_key(context: ForwardContext | None) -> bool:
+    """Whether a user's context names the key of a call."""
+    return context is not None and bool(context.runtime_mode) and context.capture is None and context.owner is None

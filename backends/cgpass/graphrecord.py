@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -72,24 +72,23 @@ def _made(traces: Mapping[str, RegionTrace], rules: AutoRules) -> dict[str, list
     """Key field -> what the regions do with its padding."""
     names = {size.symbol: size.name for size in rules.sizes.sizes if size.is_padded}
     found: dict[str, list[PaddingFinding]] = {}
+
+    def add(why: str, op: str, sizes: Iterable[Expression], where: str = "") -> None:
+        for field in {names[one] for one in symbols_in(sizes) if one in names}:
+            made = PaddingFinding(why, "", where, field=field, op=op, verdict=Verdict.PROVED)
+            found.setdefault(field, []).append(made)
+
     for position, fill in rules.padded.items():
-        if fill == "repeat":
-            continue
         layout = rules.sizes.layouts[position]
-        for field in {names[one] for one in symbols_in(layout.shape) if one in names}:
-            why = f"padding of {layout.name} filled with {fill}"
-            found.setdefault(field, []).append(
-                PaddingFinding(why, "", "", field=field, op="input", verdict=Verdict.PROVED)
-            )
+        if fill != "repeat":
+            add(f"padding of {layout.name} filled with {fill}", "input", layout.shape)
     for trace in traces.values():
         own = dict(trace.symbols)
         for inserted in () if trace.problem else trace.result.insertions:
-            sizes = [value_at(_renamed(size, own), rules.sizes.hints) for size in inserted.sizes]
-            num_bytes = math.prod(sizes) * inserted.itemsize
-            why, fields = f"{inserted.what}, {num_bytes} bytes", symbols_in([_renamed(inserted.size, own)])
-            for field in {names[one] for one in fields if one in names}:
-                made = PaddingFinding(why, "", inserted.where, field=field, op=inserted.op, verdict=Verdict.PROVED)
-                found.setdefault(field, []).append(made)
+            num_bytes = inserted.itemsize * math.prod(
+                value_at(_renamed(size, own), rules.sizes.hints) for size in inserted.sizes
+            )
+            add(f"{inserted.what}, {num_bytes} bytes", inserted.op, [_renamed(inserted.size, own)], inserted.where)
     return found
 
 
@@ -99,14 +98,8 @@ def _renamed(size: Expression, own: Mapping[Any, sympy.Symbol]) -> Expression:
 
 def size_records(rules: AutoRules, proof: PaddingProof, traces: Mapping[str, RegionTrace]) -> tuple[SizeRecord, ...]:
     """The sizes that distinguish the calls of a graph, in the order of its symbols, with their proofs."""
-    ranges = rules.sizes.guards.ranges
-    made = _made(traces, rules)
-
-    def verdict(field: str) -> str | None:
-        if field not in proof.verdicts:
-            return None
-        return "made" if field in made else str(proof.verdicts[field])
-
+    ranges, made = rules.sizes.guards.ranges, _made(traces, rules)
+    verdicts = {field: "made" if field in made else str(verdict) for field, verdict in proof.verdicts.items()}
     return tuple(
         SizeRecord(
             field=size.name,
@@ -115,7 +108,7 @@ def size_records(rules: AutoRules, proof: PaddingProof, traces: Mapping[str, Reg
             least=ranges.get(size.symbol, (None, None))[0],
             greatest=ranges.get(size.symbol, (None, None))[1],
             is_padded=size.is_padded,
-            verdict=verdict(size.name),
+            verdict=verdicts.get(size.name),
             causes=tuple(found for found in proof.findings if found.field == size.name),
             made=tuple(made.get(size.name, ())),
             remedy=rules.unproved[size.name].remedy if size.name in rules.unproved else "",
@@ -140,18 +133,15 @@ def report_graph(
     name, num_captured = record.name, sum(region.kind == "captured" for region in record.regions)
     num_eager = len(record.regions) - num_captured
     _log.debug("%s compiled: %d regions for graphs, %d eager regions", name, num_captured, num_eager)
-    for region in parts.regions:
-        for reason in region.reasons:
-            _log.debug("%s.%s is eager: %s", name, region.name, reason)
     dynamo.trace_text(f"graphpass_partition_{name}", parts.dump)
     if record.ends is not None:
         text = "ends at a graph break, and the code from there to the next graph runs in Python: graph break: "
         warn(f"{text}{record.ends}", record.ends.remedy, name)
-    if CUDAGraphMode.PIECEWISE in settings.runtime_modes():
-        for region in parts.regions:
-            for reason in region.reasons:
-                if not reason.captures_whole and reason.remedy:  # eager although the user did not ask for it
-                    warn(f"runs eagerly between graphs: {reason}", reason.remedy, f"{name}.{region.name}")
+    in_pieces = CUDAGraphMode.PIECEWISE in settings.runtime_modes()
+    for region, reason in ((of, reason) for of in parts.regions for reason in of.reasons):
+        _log.debug("%s.%s is eager: %s", name, region.name, reason)
+        if in_pieces and not reason.captures_whole and reason.remedy:  # eager although the user did not ask for it
+            warn(f"runs eagerly between graphs: {reason}", reason.remedy, f"{name}.{region.name}")
     if rules is not None and proof is not None:
         for problem in rules.unproved.values():
             warn(problem.why, problem.remedy, name)

@@ -62,16 +62,12 @@ class PaddedCall:
         """Restore ``written`` and all random number generators after the body."""
         return restoring(tuple(written), [arg for arg in self.args if isinstance(arg, torch.Generator)], self.device)
 
-    def observed(self, magnitude: Callable[[torch.dtype], float] | None) -> _Entries:
-        """Replay, restore the state, and return copies of all real entries of the replay.
-
-        ``magnitude`` is the scale of random contents in the padding, by dtype; None: the contents by the padding rules.
-        """
-        others = _OtherContents(self.device, self.rules.check_contents)
+    def observed(self, others: _OtherContents | None = None) -> _Entries:
+        """Replay, restore the state, and return copies of all real entries of the replay."""
         for padded in self.call.inputs.all:
             padded.fill(self.args[padded.position])
-            if magnitude is not None and padded.position not in self.rules.declared:
-                others.fill(padded, magnitude)
+            if others is not None and padded.position not in self.rules.declared:
+                others.fill(padded)
         with self.restoring(self.filled[p] for p in self.rules.written):  # guard: padding_check_undone
             found = {f"output {index}": part for index, part in self.call.results.real_parts(self.replay()).items()}
             found |= self._written({padded.position: padded.real for padded in self.call.results.written})
@@ -102,11 +98,11 @@ def fault_of_padding(call: PaddedCall) -> tuple[str | None, bool]:
     """
     with call.restoring():  # random contents come from the default generator
         for _ in range(_ATTEMPTS):
-            expected = call.observed(None)
+            expected = call.observed()
             fault, is_noisy = _compared(call, expected)
             if fault is None or call.ranks is not None:  # ranks replay equally often
                 break
-            last = call.observed(None)
+            last = call.observed()
             moved = any(largest_difference(one, last[name]) for name, one in expected.items())
             if not moved:  # guard: weights_moved
                 break
@@ -116,11 +112,11 @@ def fault_of_padding(call: PaddedCall) -> tuple[str | None, bool]:
 
 
 def _compared(call: PaddedCall, expected: _Entries) -> tuple[str | None, bool]:
-    control = call.observed(None)
+    control = call.observed()
     spreads = {name: largest_difference(one, control[name]) for name, one in expected.items()}
     checks: list[Callable[[], str | None]] = [
-        partial(_fault_of_contents, call, expected, spreads, magnitude)
-        for magnitude in (_small, _large)  # guard: padding_of_large_values
+        partial(_fault_of_contents, call, expected, spreads, scale)
+        for scale in (1.0, 1e4)  # guard: padding_of_large_values
     ]
     is_coarse = may_round(call.rules.products, call.device)  # guard: products_of_fewer_bits
     checks.append(lambda: _fault_of_sizes(expected, call.unpadded(), spreads, is_coarse=is_coarse))
@@ -132,14 +128,9 @@ def _compared(call: PaddedCall, expected: _Entries) -> tuple[str | None, bool]:
     return fault, any(spreads.values())
 
 
-def _fault_of_contents(
-    call: PaddedCall,
-    expected: _Entries,
-    spreads: Mapping[str, float],
-    magnitude: Callable[[torch.dtype], float],
-) -> str | None:
+def _fault_of_contents(call: PaddedCall, expected: _Entries, spreads: Mapping[str, float], scale: float) -> str | None:
     try:
-        found = call.observed(magnitude)
+        found = call.observed(_OtherContents(call.device, call.rules.check_contents, scale))
     except (GraphpassError, torch.AcceleratorError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -183,29 +174,21 @@ def _largest(tensor: torch.Tensor, where: torch.Tensor) -> float:
     return float(in_double(tensor).abs().nan_to_num(0.0, 0.0, 0.0).masked_fill(~where, 0.0).max())
 
 
-def _small(_: torch.dtype) -> float:
-    return 1.0
-
-
-def _large(dtype: torch.dtype) -> float:
-    return 1e2 if dtype in (torch.float16, torch.bfloat16) else 1e4
-
-
 class _OtherContents:
-    """Other finite contents for the padding of all inputs of a call.
+    """Other finite contents for the padding of all inputs of a call; ``scale`` is that of random numbers.
 
     A model may compute an index from several integers: the width of a box from its corners, a row from two inputs. So a
     slice of copied padding is one whole real slice, the same one in all inputs that are padded alike.
     """
 
-    def __init__(self, device: torch.device, of_floats: Literal["random", "real"]) -> None:
-        self._device, self._of_floats = device, of_floats
+    def __init__(self, device: torch.device, of_floats: Literal["random", "real"], scale: float) -> None:
+        self._device, self._of_floats, self._scale = device, of_floats, scale
         # Its own generator: the model may draw from the default one, which has to be the same in all replays.
         self._generator = torch.Generator(device).manual_seed(next(_SEEDS))
         self._indices: dict[tuple[int, int], torch.Tensor] = {}
 
-    def fill(self, padded: PaddedInput, magnitude: Callable[[torch.dtype], float]) -> None:
-        """Write other contents to the padding of one input; ``magnitude`` is the scale of random numbers."""
+    def fill(self, padded: PaddedInput) -> None:
+        """Write other contents to the padding of one input."""
         buffer = padded.buffer
         if buffer.dtype is torch.bool:  # a mask that marks the padding must stay correct
             return
@@ -214,7 +197,8 @@ class _OtherContents:
             return
         real = padded.real.clone()
         random = torch.randn(buffer.shape, generator=self._generator, dtype=torch.float32, device=self._device)
-        buffer.copy_(random * magnitude(buffer.dtype))
+        is_narrow = buffer.dtype in (torch.float16, torch.bfloat16)
+        buffer.copy_(random * (min(self._scale, 1e2) if is_narrow else self._scale))
         padded.real.copy_(real)
 
     def _copy_slices(self, padded: PaddedInput) -> None:

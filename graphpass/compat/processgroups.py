@@ -48,26 +48,29 @@ def timeout_s(group: Any) -> float:
     return float(min(found, default=distributed.constants.default_pg_timeout.total_seconds()))
 
 
-class _Finalized:
-    """What ``destroy_process_group`` calls before it ends any communicator, where this torch has a list of those."""
-
-    def __init__(self, owner: Any) -> None:
-        self._owner = weakref.ref(owner)
-
-    def finalize(self) -> None:
-        owner = self._owner()
-        if owner is not None:
-            owner.close()
-
-
-def close_before_groups(owner: Any) -> None:
-    """Close ``owner``, to which only a weak reference is kept, before the default group or the process ends.
+class ClosedBeforeGroups:
+    """Closes its owner before the default group or the process ends.
 
     A communicator that NCCL has captured in a graph waits at its end for the end of the graph.
     """
-    closing = _Finalized(owner)
-    getattr(distributed.distributed_c10d._world, "comms", []).append(closing)  # guard: closed_before_groups
-    atexit.register(closing.finalize)
+
+    def __init__(self) -> None:
+        self._owner: weakref.ref[Any] | None = None
+
+    def register(self, owner: Any) -> None:
+        """Close ``owner``, to which only a weak reference is kept; doing so again adds nothing."""
+        comms = getattr(distributed.distributed_c10d._world, "comms", [])
+        if self not in comms:  # those of an earlier default group are gone
+            comms.append(self)  # guard: closed_before_groups
+        if self._owner is None:
+            atexit.register(self.finalize)
+        self._owner = weakref.ref(owner)
+
+    def finalize(self) -> None:
+        """Called by ``destroy_process_group`` before it ends any communicator, where this torch has a list of those."""
+        owner = None if self._owner is None else self._owner()
+        if owner is not None:
+            owner.close()
 
 
 def facts_of(group: Any) -> dict[str, Any]:

@@ -6,10 +6,12 @@ import itertools
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 
 import cgpass.callable
 import graphpass as gp
@@ -170,6 +172,19 @@ def test_without_the_option_the_reason_names_it(monkeypatch: pytest.MonkeyPatch)
     assert record.off is not None
     assert "pass options={'ranks': 'lockstep'}" in record.off.remedy
     assert not model.runtime.stats().captured
+
+
+def test_a_runtime_is_closed_once_before_groups_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    world: Any = distributed.distributed_c10d._world
+    at_exit = list[Any]()
+    monkeypatch.setattr(world, "_comms", [], raising=False)
+    monkeypatch.setattr(processgroups, "atexit", SimpleNamespace(register=at_exit.append))
+    model = InLockstep(monkeypatch, lambda x: x.relu() if x.dim() == 2 else x.tanh())
+    model.serve(5, 5, 1, 1)
+    assert len(model.runtime.callables()) == 2
+    assert len(at_exit) == 1
+    if hasattr(world, "comms"):
+        assert [closing.finalize for closing in world.comms] == at_exit
 
 
 @pytest.mark.parametrize(("model", "number", "is_padded"), [(torch.relu, 0, True), (torch.relu, 1, False)])
