@@ -46,8 +46,12 @@ class CannotSaveError(Exception):
 
 @contextlib.contextmanager
 def serializable() -> Iterator[None]:
-    """Within the body, artifacts are compiled so that they can be saved, on every torch that can; they are new ones."""
+    """Within the body, artifacts are compiled so that they can be saved, on every torch that can; they are new ones.
+
+    Inductor compiles each reduction with one configuration: each process would time several, and round as its fastest.
+    """
     from torch._functorch import config as aot_config
+    from torch._inductor import config as inductor_config
 
     if torch_attribute(_CAN_SAVE) is None:
         yield
@@ -59,7 +63,9 @@ def serializable() -> Iterator[None]:
         patch["force_autograd_cache"] = True
     # A result from the cache would come without the aten graph that the proofs read: no entry has this tag.
     config: Any = torch.compiler.config
-    with aot_config.patch(patch), config.patch(cache_key_tag=next(_NONCE)):
+    # guard: saved_one_reduction
+    one_reduction = {"test_configs.force_filter_reduction_configs": True, "dynamic_scale_rblock": False}
+    with aot_config.patch(patch), config.patch(cache_key_tag=next(_NONCE)), inductor_config.patch(one_reduction):
         yield
 
 
