@@ -46,15 +46,16 @@ def decoder_classes() -> dict[str, type]:
     return dict(sorted(classes.items()))
 
 
-def small_decoder(name: str) -> Any:
+def small_decoder(name: str, **config: Any) -> Any:
     """A model of a class of :func:`decoder_classes`, in eval mode, float32, with weights far from the initial ones.
 
+    ``config`` replaces values of the small configuration.
     Under the initial weights every token would attend to all others alike, and most texts would repeat one token.
     """
     transformers = importlib.import_module("transformers")
-    config = small_config(decoder_classes()[name], _OF_CLASS.get(name, {}))
+    small = small_config(decoder_classes()[name], {**_OF_CLASS.get(name, {}), **config})
     torch.manual_seed(0)
-    model = getattr(transformers, name)(config).float().eval()
+    model = getattr(transformers, name)(small).float().eval()
     seeded = torch.Generator().manual_seed(0)
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     with torch.no_grad():

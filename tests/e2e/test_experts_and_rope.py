@@ -10,40 +10,18 @@ import pytest
 from graphpass.errors import OptionError
 from graphpass.text import CausalLM
 from tests.e2e import greedy
-from tests.e2e.hugging_face import far_from_initial
+from tests.e2e.small_decoders import small_decoder
 
-VOCABULARY, TRAINED = 96, 24
-SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+TRAINED = 24
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
-    "short_factor": [1.0, 1.5, 2.0, 2.5],
-    "long_factor": [20.0, 30.0, 40.0, 50.0],
+    "short_factor": [1.0, 1.5, 2.0, 2.5] * 2,
+    "long_factor": [20.0, 30.0, 40.0, 50.0] * 2,
     "original_max_position_embeddings": TRAINED,
 }
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 SIZES: dict[str, Any] = {"max_num_reqs": 4, "max_num_tokens": 16, "page_size": 4, "capture_sizes": [2, 4, 16]}
 PROMPTS = [[5, 7, 11], [3] * 7 + [9] * 6, list(range(1, 10)), [50], [60, 61, 62, 63], list(range(TRAINED - 6))]
-
-
-def made(family: str, **config: Any) -> Any:
-    """A small seeded decoder."""
-    transformers = pytest.importorskip("transformers")
-    of_family = getattr(transformers, f"{family}Config")(**{**SMALL, **config})
-    model = getattr(transformers, f"{family}ForCausalLM")(of_family)
-    far_from_initial(model, fan=lambda weight: weight.shape[-1])
-    return model.eval()
 
 
 def continued(model: Any, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
@@ -53,7 +31,7 @@ def continued(model: Any, prompts: Sequence[Sequence[int]], count: int) -> list[
 
 @pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", pytest.param("FULL", marks=pytest.mark.soak)])
 def test_tokens_of_a_mixture_of_experts(mode: str) -> None:
-    model = made("Mixtral", **EXPERTS)
+    model = small_decoder("MixtralForCausalLM")
     stock = model.config._experts_implementation
     expected = continued(model, PROMPTS, 6)
     lm = CausalLM(model, max_seq_len=32, mode=mode, compiler="aot_eager", **SIZES)
@@ -65,7 +43,7 @@ def test_tokens_of_a_mixture_of_experts(mode: str) -> None:
 
 
 def test_rotary_frequencies_up_to_the_length_of_training() -> None:
-    model = made("Llama", rope_parameters=LONGROPE)
+    model = small_decoder("LlamaForCausalLM", rope_parameters=LONGROPE, max_position_embeddings=64)
     expected, across = continued(model, PROMPTS, 6), continued(model, PROMPTS[-1:], 20)
     with pytest.raises(OptionError, match=f"longer than {TRAINED} tokens"):
         CausalLM(model, max_seq_len=TRAINED + 1, **SIZES)

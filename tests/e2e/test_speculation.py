@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.serving.manager import CudaGraphManager
 from graphpass.text import CausalLM, Drafter, Generation, GenerationStats, NgramDrafter, Request
 from graphpass.text.scheduler import Ints
+from tests.e2e.engines import Engines, engines_made
 from tests.e2e.greedy import Reference, References, continued
 from tests.e2e.test_generate import MAX_LENGTH, MODES, SIZES, VOCABULARY, all_pages_are_free, make_model
 
@@ -76,30 +77,13 @@ def references() -> References:
 Managers = Callable[..., CudaGraphManager]
 
 
-@pytest.fixture(scope="module")
-def managers() -> Iterator[Managers]:
-    """Managers by what they are made with, for all tests."""
-    with managers_made() as make:
-        yield make
+@pytest.fixture
+def managers(engines: Engines) -> Managers:
+    return functools.partial(manager_of, engines)
 
 
-@contextlib.contextmanager
-def managers_made() -> Iterator[Managers]:
-    """Managers by what they are made with, captured, closed at the end."""
-    made: dict[Any, CudaGraphManager] = {}
-
-    def make(name: str = "llama", device: str = "cpu", **options: Any) -> CudaGraphManager:
-        key = (name, device, *sorted(options.items()))
-        if key not in made:
-            given = {**SIZES, **LADDER, "compiler": "eager", **options}
-            made[key] = CausalLM(make_model(name, device), **given).manager
-            if made[key].needs_capture():
-                made[key].capture()
-        return made[key]
-
-    yield make
-    for manager in made.values():
-        manager.close()
+def manager_of(engines: Engines, name: str, device: str = "cpu", **options: Any) -> CudaGraphManager:
+    return engines(make_model, name, device, **{**SIZES, **LADDER, "compiler": "eager", **options}).manager
 
 
 def run(manager: CudaGraphManager, drafter: Drafter | None, gaps: int = 0) -> tuple[list[list[int]], GenerationStats]:
@@ -189,8 +173,8 @@ def test_tokens_with_drafts_are_those_of_greedy_decoding(
 @pytest.mark.cuda
 @pytest.mark.parametrize("case", CUDA_CASES, ids=str)
 def test_tokens_with_drafts_on_cuda(case: Case, references: References) -> None:
-    with managers_made() as managers:  # no pool outlives its test
-        check_case(case, managers, references)
+    with engines_made() as engines:  # no pool outlives its test
+        check_case(case, functools.partial(manager_of, engines), references)
 
 
 @pytest.mark.parametrize("draft_tokens", [pytest.param(1, marks=pytest.mark.soak), 3])

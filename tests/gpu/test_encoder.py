@@ -1,4 +1,4 @@
-"""EncoderCudaGraphManager over real graphs: results, padding, pools, costs, streams."""
+"""EncoderCudaGraphManager over real graphs: results, padding, pools, streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Guards on a GPU, and profiles."""
+"""What a failed capture gives back on a GPU, and profiles."""
 
 from __future__ import annotations
 

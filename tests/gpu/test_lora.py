@@ -1,4 +1,4 @@
-"""LoRA adapters over real graphs: every mix, loading after capture, half precision, and text."""
+"""LoRA adapters over real graphs: every mix, memory, half precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CudaGraphManager over real graphs: every size, attention, buffers, streams, memory."""
+"""CudaGraphManager over real graphs: every size, buffers, memory, what waits for the device."""
 
 from __future__ import annotations
 

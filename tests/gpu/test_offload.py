@@ -20,6 +20,7 @@ from graphpass.offload import WeightOffloader
 from graphpass.regions import register_padding_rule
 from tests.gpu import shared
 from tests.gpu.shared import fresh_op, rows_of
+from tests.unit.offload.test_offload import Stack
 
 pytestmark = pytest.mark.cuda
 
@@ -29,32 +30,9 @@ MODES = pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL", "FULL_AND_
 CLOSE = {"rtol": 1e-3, "atol": 1e-3}
 
 
-class Layer(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
-
-
-class Stack(nn.Module):
-    def __init__(self, num_layers: int = NUM_LAYERS, width: int = WIDTH) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(width, width), nn.Linear(width, 8)
-        self.layers = nn.ModuleList(Layer(width) for _ in range(num_layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.last(x)
-
-
-def offloaded(cuda: torch.device, num_slots: int = 2, **sizes: int) -> tuple[Stack, Stack, WeightOffloader]:
+def offloaded(cuda: torch.device, num_slots: int = 2, width: int = WIDTH) -> tuple[Stack, Stack, WeightOffloader]:
     """(the model, the same one with all weights on the device, the first one's offloader)"""
-    reference = Stack(**sizes).eval()
+    reference = Stack(NUM_LAYERS, width).eval()
     model = copy.deepcopy(reference)
     offloader = WeightOffloader(model.layers, num_slots=num_slots, device=cuda)
     model.first.to(cuda)
@@ -135,7 +113,7 @@ def test_a_quarter_of_the_weights_is_in_device_memory(mode: str, cuda: torch.dev
     width, slack = 2048, 128 * 2**20
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    model = Stack(width=width).eval()
+    model = Stack(NUM_LAYERS, width).eval()
     num_bytes = sum(weight.nbytes for weight in model.layers.parameters())
     offloader = WeightOffloader(model.layers, num_slots=2, device=cuda)
     assert offloader.device_bytes() <= torch.cuda.memory_allocated() - before <= num_bytes / 4 * 1.01
@@ -228,7 +206,7 @@ def test_a_capture_by_hand_needs_both_calls(cuda: torch.device) -> None:
         hidden = model.first(x)
         for index, layer in enumerate(model.layers):
             offloader.onload(index)
-            hidden = hidden + layer.down(torch.nn.functional.gelu(layer.up(layer.norm(hidden))))
+            hidden = hidden + layer.down(torch.tanh(layer.up(layer.norm(hidden)))) * layer.scale
         return model.last(hidden)
 
     stream = torch.cuda.Stream()

@@ -1,4 +1,4 @@
-"""Optimizers' steps on real graphs: capturable and not, foreach, fused, new gradients, moved parameters."""
+"""Optimizers' steps on real graphs: capturable and not, foreach, fused, new gradients."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ import torch
 from torch import nn, optim
 
 import graphpass as gp
-from tests.optimizer_events import (
-    Event,
-    nothing,
-    parameters,
-    state_of,
-)
+from tests.optimizer_events import parameters, state_of
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("closed_runtimes")]
 
@@ -33,11 +28,10 @@ def weights() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(4, 3, generator=generator, device="cuda")) for _ in range(3)]
 
 
-def trained(step: Callable[[], Any], optimizer: optim.Optimizer, event: Event = nothing) -> list[torch.Tensor]:
+def trained(step: Callable[[], Any], optimizer: optim.Optimizer) -> list[torch.Tensor]:
     """Parameters and state after several steps with new gradient tensors."""
     generator = torch.Generator("cuda").manual_seed(2)
-    for number in range(STEPS):
-        event(number, optimizer)
+    for _ in range(STEPS):
         optimizer.zero_grad(set_to_none=True)
         for p in parameters(optimizer):
             p.grad = torch.randn(p.shape, generator=generator, device="cuda")
@@ -45,17 +39,15 @@ def trained(step: Callable[[], Any], optimizer: optim.Optimizer, event: Event = 
     return [tensor.cpu() for tensor in state_of(optimizer)]
 
 
-def agrees(
-    make: Callable[[], optim.Optimizer], compiler: str, event: Callable[[], Event] = lambda: nothing, **options: Any
-) -> tuple[int, int]:
+def agrees(make: Callable[[], optim.Optimizer], compiler: str) -> tuple[int, int]:
     """Compare with the optimizer and the plain backend; (graphs captured, calls replayed)."""
     eager, plain, ours = make(), make(), make()
-    by_eager = trained(eager.step, eager, event())
+    by_eager = trained(eager.step, eager)
     torch.compiler.reset()
-    expected = trained(torch.compile(plain.step, backend=compiler), plain, event())
+    expected = trained(torch.compile(plain.step, backend=compiler), plain)
     torch.compiler.reset()
-    step = torch.compile(ours.step, backend="cgpass", options={"compiler": compiler, **options})
-    found = trained(step, ours, event())
+    step = torch.compile(ours.step, backend="cgpass", options={"compiler": compiler})
+    found = trained(step, ours)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     torch.testing.assert_close(found, by_eager, rtol=1e-4, atol=1e-4)
     counts = gp.runtime_of(step).counts().values()

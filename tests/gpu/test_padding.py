@@ -14,6 +14,8 @@ import graphpass as gp
 from cgpass.paddingcheck import PaddedCall
 from tests.observed import calls_with_graph
 from tests.unit.cgpass.leaks import LEAKS, RIGHT, agree, around, is_padded, refusals
+from tests.unit.cgpass.test_negative_indices import NUM_CALLS, compiled, num_padded, run
+from tests.unit.cgpass.test_negative_indices import PROGRAMS as INDEXING
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("closed_runtimes")]
 
@@ -87,6 +89,15 @@ def test_a_float_is_not_rounded_to_16_bits_before_it_is_used(dtype: torch.dtype)
 
 
 # Negative indices from data on real graphs: the real size is an input on the device of the index.
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+@pytest.mark.parametrize("name", ["x[i]", "x[i, j]", "take", "index_fill"])
+def test_negative_indices_count_from_the_real_end(name: str, mode: str, compiler: str) -> None:
+    fast = compiled(INDEXING[name], compiler=compiler, mode=mode)
+    assert run(INDEXING[name], fast, "cuda") == 0
+    assert num_padded(fast) == NUM_CALLS - 1
 
 
 # cuDNN computes convolutions in float32 as TF32, unless it is told not to; a GPU picks other kernels for other lengths.

@@ -112,20 +112,6 @@ def test_with_costs_no_simple_plan_is_cheaper(problem: Problem) -> None:
         assert found <= cost.eager(sum(tokens)) * (1 + 1e-9)
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=7), MAX_ITEMS, st.data())
-def test_consecutive_batches_are_cut_at_the_least_cost(tokens: list[int], max_items: int, data: st.DataObject) -> None:
-    budgets = [4, 9, 20]
-    cost = PackingCosts(data.draw(costs_of(budgets)).replay, lambda tokens: 1e6, 0)
-    ordered = sorted(filter(None, tokens))
-
-    def cost_of(items: Sequence[int]) -> float:
-        fitting = [cost.replay[budget] for budget in budgets if sum(items) <= budget and len(items) <= max_items]
-        return min(fitting, default=float("inf"))
-
-    found = price(pack_items(tokens, budgets, max_items, cost=cost), cost)
-    assert found == pytest.approx(least_of_cuts(ordered, cost_of))
-
-
 def by_tokens(fixed: float, each: float) -> Callable[[int], float]:
     return lambda tokens: fixed + each * tokens
 
@@ -283,17 +269,6 @@ def test_no_limit_is_exceeded(problem: Vectors, has_costs: bool) -> None:
     for items, key in batches:
         fits = fitting(problem, items)
         assert (not fits or has_costs) if key is None else rungs[key] in fits
-
-
-@given(vector_problems())
-def test_with_several_limits_no_simple_plan_is_cheaper(problem: Vectors) -> None:
-    """As for tokens alone: not one image a replay, not the greedy."""
-    sizes, peaks, rungs = problem
-    planned = plan_cheaply(sizes, RungTable(rungs), lambda tokens: 5.0 + tokens, 30, peaks)
-    found = sum(eager_cost(problem, items) if key is None else rungs[key][0] for items, key in planned)
-    one_by_one = sum(least(problem, [item]) for item in range(sizes.shape[1]))
-    greedy = sum(least(problem, items) for items, _ in plan_greedily(sizes, RungTable(rungs), peaks))
-    assert found <= min(one_by_one, greedy) * (1 + 1e-9)
 
 
 @given(vector_problems(), st.lists(st.floats(-2, 20), min_size=7, max_size=7))

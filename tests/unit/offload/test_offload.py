@@ -21,6 +21,8 @@ from graphpass.offload import WeightOffloader
 from graphpass.offload import offloader as offload
 from graphpass.offload.slots import HostCopies
 from graphpass.text import CausalLM
+from tests.e2e.greedy import continued
+from tests.e2e.small_decoders import small_decoder
 from tests.observed import reported_regions
 
 WIDTH, LARGEST = 6, 10
@@ -59,10 +61,10 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width, bias=False)
         self.register_buffer("scale", torch.rand(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -70,11 +72,11 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    def __init__(self, num_layers: int = 4) -> None:
+    def __init__(self, num_layers: int = 4, width: int = WIDTH) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5)
-        self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
+        self.first, self.last = nn.Linear(width, width), nn.Linear(width, 5)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(num_layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
@@ -186,38 +188,14 @@ def test_a_new_capture_and_a_lazy_one() -> None:
 
 
 def test_a_stock_decoder_generates_the_same() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-    )
-    torch.manual_seed(0)
-    reference = transformers.LlamaForCausalLM(config).eval()
-    model = copy.deepcopy(reference)
-    offloader = WeightOffloader(model.model.layers, num_slots=2)
-    lm = CausalLM(
-        model,
-        max_num_reqs=2,
-        max_num_tokens=8,
-        max_seq_len=32,
-        capture_sizes=[2, 8],
-        compiler="eager",
-        offloader=offloader,
-    )
+    pytest.importorskip("transformers")
+    model = small_decoder("LlamaForCausalLM", num_hidden_layers=3)
     prompts = [[5, 7, 11], [3] * 9]
-    assert lm.generate(prompts, max_new_tokens=6) == [greedy(reference, prompt, 6) for prompt in prompts]
-
-
-@torch.no_grad()
-def greedy(model: nn.Module, prompt: list[int], num_new: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(num_new):
-        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    return tokens[len(prompt) :]
+    expected = [continued(model, prompt, 6).tokens for prompt in prompts]
+    offloader = WeightOffloader(model.model.layers, num_slots=2)
+    sizes: dict[str, Any] = {"max_num_reqs": 2, "max_num_tokens": 8, "max_seq_len": 32, "capture_sizes": [2, 8]}
+    lm = CausalLM(model, compiler="eager", offloader=offloader, **sizes)
+    assert lm.generate(prompts, max_new_tokens=6) == expected
 
 
 # -- memory

@@ -35,50 +35,22 @@ def stock_attention(x: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, q, q, is_causal=True).view(-1, WIDTH)
 
 
-def written_attention(x: torch.Tensor) -> torch.Tensor:
-    scores = (x @ x.t()).tril()
-    return scores.softmax(-1) @ x
-
-
-def shifted(x: torch.Tensor) -> torch.Tensor:
-    return x + torch.cat([torch.zeros_like(x[:1]), x[:-1]])
-
-
-def convolved(x: torch.Tensor) -> torch.Tensor:
-    return F.conv1d(x.t().unsqueeze(0), torch.ones(WIDTH, 1, 3), padding=1, groups=WIDTH)[0].t()
-
-
 def _numbered(x: torch.Tensor) -> torch.Tensor:
     return torch.arange(x.shape[0], dtype=x.dtype).unsqueeze(1).expand(-1, WIDTH)
 
 
 MIXING: Mapping[str, tuple[Rows, str]] = {
     "mean over the batch": (lambda x: x - x.mean(0), "mean"),
-    "mean returned": (lambda x: (x, x.mean(0)), "mean"),
     "sum returned alone": (lambda x: x.sum(0), "sum"),
-    "largest of all": (lambda x: x / x.abs().amax(), "amax"),
     "causal sum": (lambda x: x.cumsum(0), "cumsum"),
-    "sorted": (lambda x: x.sort(0).values, "sort"),
-    "in the order of a column": (lambda x: x[x[:, 0].argsort()], "sort"),
-    "softmax over tokens": (lambda x: x.softmax(0), "softmax"),
     "stock attention": (stock_attention, "scaled_dot_product"),
-    "attention written out": (written_attention, "_softmax"),
     "products of all pairs": (lambda x: x @ x.t(), "result"),
-    "shifted by one": (shifted, "cat"),
-    "reversed": (lambda x: x.flip(0), "flip"),
-    "convolution": (convolved, "convolution"),
-    "first token for all": (lambda x: x + x[0], "select"),
     "last token for all": (lambda x: x + x[-1:], "slice"),
-    "batch normalisation": (lambda x: F.batch_norm(x, None, None, training=True), "batch_norm"),
     "divided by their number": (lambda x: x / x.shape[0], "div"),
-    "times one over their number": (lambda x: x * (torch.ones(WIDTH) / x.shape[0]), "div"),
-    "norm of all": (lambda x: x / x.norm(), "norm"),
     "times their index": (lambda x: x * torch.arange(x.shape[0]).unsqueeze(1), "arange"),
     "index returned": (lambda x: (x * 2, torch.arange(x.shape[0])), "arange"),
-    "masked by index": (lambda x: torch.where((torch.arange(x.shape[0]) < 4).unsqueeze(1), x, 0.0), "arange"),
     "index written to rows": (lambda x: x.index_put((torch.arange(x.shape[0]),), _numbered(x)), "arange"),
     "table up to their number": (lambda x: x + torch.arange(16.0).unsqueeze(1)[: x.shape[0]], "slice"),
-    "running count": (lambda x: x + torch.ones(x.shape[0], 1).cumsum(0), "cumsum"),
 }
 
 
@@ -111,18 +83,10 @@ def test_what_the_model_makes_itself_is_passed() -> None:
 
 KEEPING: Mapping[str, Rows] = {
     "entry by entry": lambda x: (x * 2 + 1).relu(),
-    "layer norm": lambda x: F.layer_norm(x, (WIDTH,)),
-    "rms norm": lambda x: F.rms_norm(x, (WIDTH,)),
     "softmax over features": lambda x: x.softmax(-1),
-    "features sorted": lambda x: x.sort(-1).values,
-    "sum of features": lambda x: x.sum(-1, keepdim=True).expand(-1, WIDTH) * 1,
-    "product with a matrix": lambda x: x @ torch.ones(WIDTH, 3),
     "heads apart": lambda x: (x.view(-1, 2, 3).transpose(0, 1) * 2).transpose(0, 1).flatten(1),
     "attention within a token": lambda x: F.scaled_dot_product_attention(*[x.view(-1, 1, 2, 3)] * 3).flatten(1),
-    "another type between": lambda x: x.bfloat16().float() * 1,
     "in place": lambda x: x.clone().add_(1).mul_(x),
-    "chosen by value": lambda x: torch.where(x > 0, x, x.exp()),
-    "halves of features": lambda x: torch.mul(*x.chunk(2, -1)),
     "tokens last": lambda x: (x.t() * 2).t(),
     "picked in their own row": lambda x: x[torch.arange(x.shape[0]), x.argmax(-1)],
     "written in their own row": lambda x: x.index_put((torch.arange(x.shape[0]), x.argmax(-1)), torch.tensor(7.0)),

@@ -327,10 +327,3 @@ def test_threads_without_a_lock_of_their_own_harm_nothing_but_their_results() ->
     in_threads(body)
     assert_right(manager)
     assert manager.stats().replays == 43
-
-
-def test_captured_in_one_thread_and_run_in_another() -> None:
-    manager = made(Rows().eval())
-    in_threads(lambda _: manager.capture(), 1)
-    assert_right(manager)
-    in_threads(lambda _: assert_right(manager), 1)

@@ -197,20 +197,14 @@ class Output:
 torch.export.register_dataclass(Output)
 
 RESULTS: Mapping[str, Callable[[torch.Tensor], Any]] = {
-    "a tensor": lambda x: x + 1,
-    "a tuple": lambda x: (x + 1, x[:, 0] * 2),
     "a tuple of one": lambda x: (x + 1,),
-    "a list": lambda x: [x + 1, x * 2],
     "a nested dict": lambda x: {"hidden": x + 1, "auxiliary": (x * 2, {"third": [x * 3]})},
     "a named tuple": lambda x: Pair(x + 1, x.sum(-1)),
     "a dataclass": lambda x: Output(x + 1, (x, x * 2)),
-    "None among them": lambda x: (None, x + 1, None),
     "one tensor twice": lambda x: ((y := x + 1), y),
     "a view of another": lambda x: ((y := x + 1), y[:, :2]),
     "an input among them": lambda x: (x + 1, x),
     "a view of an input": lambda x: x[:, 1:3],
-    "tokens last": lambda x: (x + 1).t(),
-    "another dtype": lambda x: x > 0,
     "a number": lambda x: (x + 1, 3.5, True),
 }
 

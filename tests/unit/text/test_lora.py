@@ -277,14 +277,11 @@ def test_targets_that_take_no_adapters_are_refused(targets: Sequence[str], messa
     assert type(model.up) is nn.Linear
 
 
-@pytest.mark.parametrize("limits", [{"max_loras": 0}, {"max_rank": 0}, {"max_loras": True}, {"max_rank": 1.5}])
-def test_limits(limits: Mapping[str, Any]) -> None:
-    with pytest.raises(OptionError, match=r"max_(loras|rank) of the adapters cannot be used"):
-        LoraAdapters(Mlp(), ("up",), **{"max_loras": 1, "max_rank": 1, **limits})
-
-
-def test_layers_are_adapted_once() -> None:
+def test_limits_are_checked_and_layers_are_adapted_once() -> None:
     model = Mlp()
+    for limits in ({"max_loras": 0}, {"max_rank": 0}, {"max_loras": True}, {"max_rank": 1.5}):
+        with pytest.raises(OptionError, match=r"max_(loras|rank) of the adapters cannot be used"):
+            LoraAdapters(model, "up", **{"max_loras": 1, "max_rank": 1, **limits})  # type: ignore[arg-type]
     LoraAdapters(model, "up", max_loras=1, max_rank=1)
     with pytest.raises(OptionError, match=r"up takes no adapters.*not replaced before; found LoraLinear"):
         LoraAdapters(model, "up", max_loras=1, max_rank=1)

@@ -186,33 +186,6 @@ def test_a_layer_that_scales_queries_by_row_is_refused_without_for_model() -> No
         function(layer, *tensors, None)
 
 
-def test_a_stock_model_is_one_graph() -> None:
-    """Dynamo traces the op as it stands, once for all lengths."""
-    model = stock("Llama")
-    attention = PagedAttention.for_model(
-        model, num_pages=20, page_size=4, max_num_reqs=4, max_num_tokens=40, max_seq_len=32
-    )
-    graphs = []
-
-    def backend(graph_module: Any, _: Any) -> Any:
-        graphs.append(graph_module)
-        return graph_module
-
-    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
-    for query_lens in ([3, 2], [4, 5]):
-        tokens = {
-            "input_ids": torch.arange(sum(query_lens)).unsqueeze(0),
-            "position_ids": torch.cat([torch.arange(n) for n in query_lens]).unsqueeze(0),
-        }
-        step = PagedRequests(query_lens, query_lens, [[2, 3], [4, 5]])
-        with torch.no_grad(), gp.set_forward_context(attention.build(step, None)):
-            found, expected = (f(**tokens, use_cache=False).logits for f in (compiled, model))
-        torch.testing.assert_close(found, expected)
-    assert len(graphs) == 1
-    ops = [node for node in graphs[0].graph.nodes if "paged_attention" in str(node.target)]
-    assert len(ops) == 2
-
-
 @pytest.mark.parametrize(
     ("change", "error"),
     [

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from graphpass.errors import OptionError
 from graphpass.text import Generation, NgramDrafter, Request
-from graphpass.text.scheduler import Ints, Scheduler, StepPlan
+from graphpass.text.scheduler import Ints, Scheduler
 from tests.unit.text.known_model import (
     ARRIVALS,
     MAX_LENGTH,
@@ -236,75 +236,6 @@ def test_the_budget_holds_all_drafts(draft_tokens: Any, words: str) -> None:
     sizes = {"page_size": 4, "max_num_reqs": 3, "max_num_tokens": 8, "max_seq_len": 16}
     with pytest.raises(OptionError, match=words):
         Scheduler(CheckedPages(4), **sizes, draft_tokens=draft_tokens)
-
-
-# -- the scheduler's part --------------------------------------------------------------------------------------------
-
-
-@given(
-    prompts=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 16)), min_size=1, max_size=6),
-    draft_tokens=st.integers(1, 4),
-    fill=st.booleans(),
-    seeded=st.randoms(use_true_random=False),
-)
-def test_plans_with_drafts(
-    prompts: list[tuple[int, int]], draft_tokens: int, fill: bool, seeded: random.Random
-) -> None:
-    """No row is longer than it may be, positions follow what was accepted, and full rows are uniform decodes."""
-    scheduler = Scheduler(
-        CheckedPages(40),
-        page_size=4,
-        max_num_reqs=4,
-        max_num_tokens=4 * (1 + draft_tokens),
-        max_seq_len=36,
-        draft_tokens=draft_tokens,
-    )
-    known = {}
-    for index, (num_prompt, max_new) in enumerate(prompts):
-        request = Request.of(str(index), range(num_prompt), max_new)
-        scheduler.add(request)
-        known[request] = num_prompt
-    given: dict[Request, int] = {}
-
-    def guess(request: Request, limit: int) -> int:
-        assert request not in given, "asked once a step"
-        assert 1 <= limit == min(draft_tokens, request.max_length - known[request] - 1)
-        given[request] = seeded.randint(0, limit)
-        return given[request]
-
-    while scheduler.has_work():
-        given.clear()
-        plan = scheduler.plan(guess, fill=fill)
-        assert plan is not None
-        check_plan(plan, known, given, draft_tokens=draft_tokens, fill=fill)
-        for row in np.flatnonzero(plan.samples):
-            request = plan.requests[row]
-            accepted = seeded.randint(0, int(plan.num_drafts[row]))
-            known[request] += 1 + accepted
-            assert plan.ends[row] <= (known[request] == request.max_length)
-            if known[request] == request.max_length:
-                scheduler.finish(request)
-            else:
-                scheduler.accept(request, accepted)
-    assert list(known.values()) == [request.max_length for request in known]
-
-
-def check_plan(
-    plan: StepPlan, known: dict[Request, int], given: dict[Request, int], *, draft_tokens: int, fill: bool
-) -> None:
-    full = 1 + draft_tokens
-    assert plan.num_drafts.tolist() == [given.get(request, 0) for request in plan.requests]
-    assert plan.num_tokens == plan.query_lens.sum() <= 4 * full
-    assert plan.uniform_decode == (set(plan.query_lens.tolist()) == {full})
-    assert not plan.same_rows
-    for row, request in enumerate(plan.requests):
-        query_len, seq_len = int(plan.query_lens[row]), int(plan.seq_lens[row])
-        assert 1 <= query_len <= seq_len < request.max_length
-        if plan.decodes[row]:
-            assert seq_len == known[request] + plan.num_drafts[row]
-            assert query_len == 1 + plan.num_drafts[row] or (fill and query_len == full)
-    if fill and plan.query_lens.max() <= full <= plan.seq_lens.min():
-        assert plan.uniform_decode
 
 
 # Guesses out of a text's own past, against a search from the definition.
