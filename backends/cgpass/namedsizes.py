@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch import fx
 
-from graphpass.compat import symbolic
+from graphpass.compat import nnmodules, symbolic
 from graphpass.compile import SizeRanges
 from graphpass.dispatch.grid import SizeGrid
 from graphpass.dispatch.recurring import KeyField
@@ -282,13 +282,16 @@ class _FieldNames:
 def unify_sizes(graph: fx.Graph, settings: Settings) -> None:
     """Guard on the equality of sizes that share a key field, as Dynamo does where it traces a function first.
 
-    Padding is made from one real size of a field. A call in which the sizes differ is traced as another graph.
+    Padding is made from one real size of a field. A call in which the sizes differ is traced as another graph. Features
+    of a layer that torch runs as one operator, of which Dynamo learns nothing, have the width of its weights.
     """
     placeholders = graph.find_nodes(op="placeholder")
     inputs = [given for given, node in zip(graph_inputs(graph), placeholders, strict=True) if node.users]
     env = symbolic.shape_env_of([given.value for given in inputs])
     if env is None or not settings.makes_padding():
         return
+    for features, width in nnmodules.features_of_layers(graph):  # guard: made_features_are_fixed
+        symbolic.guard_on(env, [sympy.Eq(simplifier(env)(features), width)])
     shapes = {
         position: tuple(map(simplifier(env), given.value.shape))
         for position, given in enumerate(inputs)

@@ -16,9 +16,9 @@ from torch import fx
 
 from cgpass.keyrules import declared_constants
 from cgpass.namedsizes import GraphSizes
-from graphpass.compat import symbolic
+from graphpass.compat import dynamo, symbolic
 from graphpass.options import Settings
-from graphpass.padding import Asked, AtenGraph, PaddedValue, Sizes, fills, input_values, made, write
+from graphpass.padding import Asked, AtenGraph, PaddedValue, Sizes, exchanged, fills, input_values, made, write
 from graphpass.padding.values import Approximate
 from graphpass.regions.assign import Region
 from graphpass.regions.split import Partition
@@ -34,6 +34,7 @@ class PaddingPasses:
     declared: Mapping[str, float | int | bool | None]  #: input -> what the user says that its padding holds
     entries: Mapping[sympy.Symbol, int]  #: symbol -> its entry in the real sizes; empty if no padding is made
     free: frozenset[str]  #: the inputs whose padding nobody has decided
+    compiler: str
 
     @classmethod
     def of(cls, parts: Partition, settings: Settings, entries: Mapping[sympy.Symbol, int]) -> PaddingPasses:
@@ -43,7 +44,8 @@ class PaddingPasses:
         constants = declared_constants(parts, sizes, settings)
         declared = {parts.inputs[position].name: constant for position, constant in constants.items()}
         free = {given.name for given in parts.inputs if not given.is_static and given.shown not in settings.padding}
-        return cls(parts, fields, declared, {} if parts.never_padded() is not None else entries, frozenset(free))
+        entries = {} if parts.never_padded() is not None else entries
+        return cls(parts, fields, declared, entries, frozenset(free), settings.compiler)
 
     def __call__(self, region: Region) -> RegionPadding:
         """The pass over one region."""
@@ -55,7 +57,8 @@ class PaddingPasses:
         can_make = given.isdisjoint(written)  # guard: made_without_writes
         entries = self.entries if can_make else {}
         free = frozenset(p for p, name in enumerate(region.inputs) if is_only and name in self.free)
-        return RegionPadding(region.graph_module, self.fields, entries, declared if is_only else None, free)
+        known = declared if is_only else None
+        return RegionPadding(region.graph_module, self.fields, entries, known, free, self.compiler)
 
 
 class RegionPadding:
@@ -71,11 +74,13 @@ class RegionPadding:
         entries: Mapping[sympy.Symbol, int],
         declared: Mapping[int, float | int | bool | None] | None,
         free: frozenset[int] = frozenset(),
+        compiler: str = "aot_eager",
     ) -> None:
         self._inputs = list(map(symbolic.example_value, region.graph.find_nodes(op="placeholder")))
         self._real_sizes = [p for p, n in enumerate(region.graph.find_nodes(op="placeholder")) if REAL_SIZES in n.meta]
         self._fields, self._entries = fields, entries if self._real_sizes else {}
         self._declared, self._is_only, self._free = declared or {}, declared is not None, free
+        self._compiler = compiler
         self.changed: fx.GraphModule | None = None
         self.decisions: tuple[tuple[str, str, str], ...] = ()
         self.key = self._key()
@@ -103,16 +108,17 @@ class RegionPadding:
         asked = Asked(fields, self._inputs_of(graph, {}), self._is_only)
         if asked.is_proved(graph, fields.values()):
             return graph
-        decomposed, recorded = AtenGraph.as_decomposed(aten)
+        apart = exchanged(aten, fields, dynamo.decompositions(self._compiler))
+        decomposed, recorded = AtenGraph.as_decomposed(apart)
         found = made(decomposed, asked, recorded)
         if found is None:
             return graph
         filled = fills(graph, found, lambda more: Asked(fields, self._inputs_of(graph, more), True), self._free)
         if filled:  # guard: made_fills
             return replace(graph, fills=tuple(filled.items()))
-        copy, copies = _copied(aten.graph)
+        copy, copies = _copied(apart.graph)
         self.changed = fx.GraphModule(aten, copy)
-        vector = copies[placeholders[self._real_sizes[0]]]
+        vector = list(copy.find_nodes(op="placeholder"))[self._real_sizes[0]]
         write(self.changed, decomposed, {at: copies[node] for at, node in recorded.items()}, found, (vector, entries))
         aten.graph, _ = _copied(self.changed.graph)
         self.decisions = tuple((one.op, one.where, one.what) for one in found.graph.insertions)

@@ -466,6 +466,16 @@ def aot_eager(
     return compiled
 
 
+def decompositions(compiler: str) -> Mapping[Any, Any]:
+    """What a compiler decomposes: {operator: its decomposition}."""
+    if compiler != "inductor":
+        return {}
+    from torch._inductor.decomposition import select_decomp_table
+
+    table: Mapping[Any, Any] = select_decomp_table()
+    return table
+
+
 def move_constants(aten: fx.GraphModule) -> None:
     """Numbers that are put into a tensor go to its device: AOTAutograd has them on the CPU, and no capture copies them.
 

@@ -10,10 +10,13 @@ import os
 import re
 import traceback
 import types
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+
+from graphpass.compat import symbolic
 
 
 def tensor_dicts(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -38,6 +41,15 @@ def has_hooks(module: torch.nn.Module) -> bool:
 def hooks_of(module: torch.nn.Module) -> list[Any]:
     """The hook dicts, of all kinds, of a module and its submodules; not copies."""
     return [hooks for part in module.modules() for name, hooks in vars(part).items() if "_hooks" in name]
+
+
+def features_of_layers(graph: fx.Graph) -> Iterator[tuple[Any, int]]:
+    """(size of the features, width of the weights) for each input of an attention layer that is one operator."""
+    for layer in (torch._transformer_encoder_layer_fwd, torch._native_multi_head_attention):
+        for node in graph.find_nodes(op="call_function", target=layer):
+            inputs = list(itertools.takewhile(lambda argument: isinstance(argument, fx.Node), node.args))
+            width: Any = node.args[len(inputs)]
+            yield from ((symbolic.example_value(one).shape[-1], width) for one in inputs)
 
 
 def path_of_graph(graph_module: Any) -> str:

@@ -294,6 +294,22 @@ def aten_graph_of(
     return graph, symbol, fake_mode
 
 
+def traced(function: Callable[..., Any], given: Sequence[Any], decompositions: Mapping[Any, Any]) -> fx.GraphModule:
+    """The operators of a call with fake tensors and sizes, with their values as metadata; it adds no guards."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    fake_mode: Any = fake_mode_of(given)
+    with torch.no_grad(), quiet_shapes(fake_mode), python_dispatcher(), fake_mode:
+        return make_fx(function, dict(decompositions), _allow_non_fake_inputs=True)(*given)
+
+
+def decompositions_of(operators: Iterable[Any]) -> Mapping[Any, Callable[..., Any]]:
+    """Torch's decompositions of these operators."""
+    from torch._decomp import get_decompositions
+
+    return get_decompositions(list(operators))
+
+
 @dataclass(frozen=True, slots=True)
 class LateValue:
     """The fake value of a node of a saved graph, made when it is first read: most never are."""

@@ -35,7 +35,7 @@ from graphpass.padding.values import (
 
 _COMPUTED = words(
     "Symbol Dummy Integer Zero One NegativeOne Half Float Add Mul Max Min Abs FloorDiv Mod PythonMod",
-    "ToFloat IntTrueDiv FloatTrueDiv",
+    "ToFloat TruncToInt IntTrueDiv FloatTrueDiv",
 )
 
 Fill: TypeAlias = float | int | bool | sympy.Basic

@@ -21,7 +21,7 @@ from torch import fx
 from graphpass.compat import operators, symbolic
 from graphpass.compat.nnmodules import where_of
 from graphpass.padding.indexing import BAGS, checks_numbers
-from graphpass.padding.sizes import as_size, product, quotient
+from graphpass.padding.sizes import as_size, is_zero_size, product, quotient
 from graphpass.padding.table import rule_for
 from graphpass.padding.values import ResultShape, Size, TensorShape
 
@@ -266,7 +266,7 @@ class _Reader:
         """``size`` as it is where the symbols that the guards bound by 1 or more are positive."""
         bounds = ((symbol, self._bounds(symbol)[0]) for symbol in size.free_symbols)
         positive = {symbol: sympy.Dummy(positive=True, integer=True) for symbol, least in bounds if least and least > 0}
-        known = size.xreplace(positive).replace(_is_quotient, _whole)
+        known = size.xreplace(positive).replace(_is_sum, _in_steps).replace(_is_quotient, _whole)
         return as_size(known.xreplace({dummy: symbol for symbol, dummy in positive.items()}))
 
     def _shape_of(self, value: Any) -> Any:
@@ -353,6 +353,20 @@ def _count(sizes: Sequence[Size]) -> Size:
 
 def _is_quotient(size: Any) -> bool:
     return type(size).__name__ == "FloorDiv"
+
+
+def _is_sum(size: Any) -> bool:
+    return isinstance(size, sympy.Add)
+
+
+def _in_steps(total: Any) -> Any:
+    """``n + (-n) % k`` is the least multiple of k that is not less than n."""
+    for part in total.args:
+        _, step = part.args if type(part).__name__ in ("Mod", "PythonMod") else (0, sympy.S.Zero)
+        # guard: made_multiples
+        if step.is_positive and is_zero_size(total - part + part.args[0]):
+            return step * symbolic.floor_div(total - part + step - 1, step)
+    return total
 
 
 def _whole(floored: Any) -> Any:

@@ -208,6 +208,33 @@ def _by_number(operands: Operands, read: frozenset[int]) -> Ref | None:
     return making.emit("prims::convert_element_type", shape, a=computed, dtype=shape.dtype) if is_narrow else computed
 
 
+def _bounded(operands: Operands, read: frozenset[int]) -> Ref | None:
+    """``clamp`` by a padded size: by the real one."""
+    call, making, ref, shape = operands.call, operands.making, operands.argument("self"), operands.node.result
+    if not isinstance(ref, Ref) or not isinstance(shape, TensorShape) or call.tensor("self").dtype is not shape.dtype:
+        return None
+    for name, op in (("min", "aten::maximum"), ("max", "aten::minimum")):
+        number = call.argument(name)
+        if isinstance(number, sympy.Expr):
+            bound = making.real(number, TensorShape((), shape.dtype))
+            if bound is None:
+                return None
+            making.inserted(f"the real {number}", number, replace(shape, sizes=()))
+            ref = making.emit(op, shape, self=ref, other=bound)
+        elif number is not None:
+            ref = making.emit("aten::clamp", shape, self=ref, **{"min": None, "max": None, name: number})
+    return ref
+
+
+def _scalar(operands: Operands, read: frozenset[int]) -> Ref | None:
+    """A tensor of a padded size: of the real one."""
+    number, shape = operands.call.argument("s"), operands.node.result
+    if not isinstance(number, sympy.Expr) or not isinstance(shape, TensorShape):
+        return None
+    operands.making.inserted(f"the real {number}", number, shape)
+    return operands.making.real(number, shape)
+
+
 def _attention(operands: Operands, read: frozenset[int]) -> Ref | None:
     """Attention without a mask gets one that hides padded keys."""
     call, making = operands.call, operands.making
@@ -276,6 +303,8 @@ _REWRITES: Mapping[str, Rewrite] = {
     **dict.fromkeys(words("reflection_pad1d reflection_pad2d reflection_pad3d"), moving.extended(moving.reflected)),
     **dict.fromkeys(words("replication_pad1d replication_pad2d replication_pad3d"), moving.extended(moving.repeated)),
     **dict.fromkeys(words("add sub mul div"), _by_number),
+    "clamp": _bounded,
+    "scalar_tensor": _scalar,
     **dict.fromkeys(_WITH_MASK, _attention),
 }
 """Operator -> the nodes in its place."""

@@ -94,7 +94,7 @@ class Sizes:
         if not self.padded(size) or size.is_Symbol:
             return True
         kind = type(size).__name__
-        if kind in ("Add", "Max", "Min"):
+        if kind in ("Add", "Max", "Min", "TruncToInt", "ToFloat"):
             return all(self.grows(part) for part in size.args)
         if kind == "Mul":
             return all(self.grows(part) and (self.padded(part) or part.is_nonnegative is True) for part in size.args)

@@ -10,7 +10,18 @@ import torch
 from torch import Tensor, fx
 
 from graphpass.compat import symbolic
-from graphpass.padding import Asked, AtenGraph, Insertion, Verdict, fills, input_values, made, padding_of, write
+from graphpass.padding import (
+    Asked,
+    AtenGraph,
+    Insertion,
+    Verdict,
+    exchanged,
+    fills,
+    input_values,
+    made,
+    padding_of,
+    write,
+)
 from tests.fuzz.padding import walk
 
 aten = torch.ops.aten
@@ -49,6 +60,8 @@ class MadeGraph:
         self.fills: dict[int, float | int | bool] = {}  #: input -> what its padding gets
         if len(self.proved) == len(symbols):
             return
+        self.module = exchanged(self.module, symbols, {})
+        vector = list(self.module.graph.find_nodes(op="placeholder"))[-1]
         decomposed, recorded = AtenGraph.as_decomposed(self.module)
 
         def asked(more: Mapping[int, float | int | bool]) -> Asked:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.unit.padding.programs_averaged import AVERAGED, WINDOWS
+from tests.unit.padding.programs_exchanged import EXCHANGED, MULTIPLES
 from tests.unit.padding.programs_moved import MOVED, Case, Contents, all_are, counted, special
 
 aten = torch.ops.aten
@@ -241,6 +242,19 @@ REWRITES: dict[str, list[Case]] = {
         Case("mul of bfloat16 by more than it can say", lambda f: f.bfloat16() * (1001 * f.shape[1]), BOTH, ("b",)),
         Case("mul of complex", lambda z: z * z.shape[1], proved=("b",)),
     ],
+    "clamp": [
+        Case("clamp below", lambda i: i.clamp(max=i.shape[1]), proved=("b",)),
+        Case("clamp between", lambda x: (x * 4).clamp(-2, x.shape[1] - 3), proved=("b",), contents={"x": special}),
+        Case("clamp above", lambda i: i.clamp(i.shape[1] - 4, 9), proved=("b",)),
+    ],
+    "scalar_tensor": [
+        Case(
+            "scalar_tensor",
+            lambda i: torch.where(i > 1, aten.scalar_tensor(i.shape[1], dtype=i.dtype), i),
+            BOTH,
+            ("b",),
+        ),
+    ],
     "div": [
         Case("div", lambda x: x.sum(1) / x.shape[1], proved=("b",)),
         Case("div by all", lambda x: x.sum() / x.numel()),
@@ -361,7 +375,6 @@ PRODUCTS = [
     Case(
         "a linear interpolation",
         lambda x: F.interpolate(x.mT, scale_factor=1.5, mode="linear", recompute_scale_factor=True),
-        fields=("b",),
         proved=("b",),
     ),
     Case("products that a mask hides", lambda x, am: (x * am[..., None]).sum(1) + x.mean(1), proved=("b",)),
@@ -389,8 +402,9 @@ ATTENTION = [
 ]
 
 CASES = (
-    [case for table in (OPERANDS, REWRITES, WRITES) for cases in table.values() for case in cases]
+    [case for table in (OPERANDS, REWRITES, WRITES, EXCHANGED) for cases in table.values() for case in cases]
     + INDICES
     + PRODUCTS
     + ATTENTION
+    + MULTIPLES
 )

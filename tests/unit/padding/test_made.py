@@ -21,6 +21,7 @@ from graphpass.padding import (
     Made,
     Sizes,
     Verdict,
+    exchanging,
     indexing,
     input_values,
     made,
@@ -30,6 +31,7 @@ from graphpass.padding import (
 )
 from tests.fuzz.made import GARBAGE, MadeGraph, differs, filled
 from tests.unit.padding.bruteforce import TOLERANCE, sizes_tried
+from tests.unit.padding.programs_exchanged import EXCHANGED
 from tests.unit.padding.programs_made import CASES, OPERANDS, REWRITES, WRITES, Case
 from tests.unit.padding.programs_moved import distances
 from tests.unit.padding.tracing import INPUTS, Traced, trace
@@ -77,6 +79,9 @@ def test_each_row_of_the_tables_has_a_case() -> None:
     assert repairs._OPERANDS.keys() - OPERANDS.keys() - elsewhere == of_cuda
     assert repairs._REWRITES.keys() - REWRITES.keys() == of_cuda - {"scaled_dot_product_attention"}
     assert WRITES.keys() == indexing.WRITES
+    assert (
+        EXCHANGED.keys() == {op.name().removeprefix("aten::") for op in exchanging._EXCHANGES} | exchanging._DECOMPOSED
+    )
 
 
 def made_of(function: Callable[..., Any], fields: Mapping[str, str] | None = None) -> tuple[Made | None, Traced]:
@@ -107,6 +112,15 @@ def test_a_selection_counts_at_its_place_alone(change: dict[str, Any]) -> None:
     nodes = (*found.graph.nodes[:at], other, *found.graph.nodes[at + 1 :])
     proof = padding_of(replace(found.graph, nodes=nodes), traced.symbols)
     assert proof.verdicts["b"] is Verdict.UNPROVED
+
+
+def test_a_layer_whose_length_is_not_padded_stays_one_operator() -> None:
+    traced = trace(EXCHANGED["_transformer_encoder_layer_fwd"][0].function)
+    of = {field: symbol for symbol, field in traced.symbols.items()}
+    assert exchanging.exchanged(traced.graph, [of["b"]], {}) is traced.graph
+    targets = [node.target for node in exchanging.exchanged(traced.graph, [of["s"]], {}).graph.nodes]
+    assert torch.ops.aten._transformer_encoder_layer_fwd.default not in targets
+    assert torch.ops.aten.native_layer_norm.default in targets
 
 
 def test_sizes_of_one_field_are_not_told_apart() -> None:

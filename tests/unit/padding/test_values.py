@@ -12,8 +12,10 @@ import sympy
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._sympy.functions import PythonMod
 
 from graphpass.padding import PaddedValue, PaddingFinding
+from graphpass.padding.program import _in_steps
 from graphpass.padding.sizes import Question, Regrouping, Sizes, product, quotient
 from graphpass.padding.values import (
     Approximate,
@@ -82,6 +84,25 @@ def test_symbols_of_one_field_are_one_size() -> None:
 )
 def test_a_size_that_may_shrink_is_seen(size: Size, grows: bool) -> None:
     assert SIZES.grows(size) is grows
+
+
+@pytest.mark.parametrize(
+    ("size", "is_multiple"),
+    [
+        (s + PythonMod(-s, 4), True),
+        (2 * s + w + PythonMod(-2 * s - w, 8), True),
+        (s + PythonMod(-b, 4), False),
+        (s + PythonMod(s, 4), False),
+        (s + PythonMod(-s, -4), False),
+        (s + 1, False),
+    ],
+)
+def test_the_least_multiple_of_a_step(size: Any, is_multiple: bool) -> None:
+    steps = _in_steps(size)
+    assert SIZES.grows(steps) if is_multiple else steps == size
+    for number in range(1, 20):
+        at = {s: number, b: number + 2, w: 3}
+        assert steps.xreplace(at) == size.xreplace(at)
 
 
 @pytest.mark.parametrize(
