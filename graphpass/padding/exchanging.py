@@ -144,10 +144,10 @@ def transformer_layer(
         return F.linear(F.gelu(inner) if use_gelu else F.relu(inner), ffn_weight_2, ffn_bias_2)
 
     x, norms = src, ((attends, norm_weight_1, norm_bias_1), (feeds_forward, norm_weight_2, norm_bias_2))
-    for block, *norm in norms:
-        inner = F.layer_norm(x, (embed_dim,), *norm, eps) if norm_first else x
+    for block, weight, bias in norms:
+        inner = F.layer_norm(x, (embed_dim,), weight, bias, eps) if norm_first else x
         x = x + block(inner)
-        x = x if norm_first else F.layer_norm(x, (embed_dim,), *norm, eps)
+        x = x if norm_first else F.layer_norm(x, (embed_dim,), weight, bias, eps)
     return x
 
 
