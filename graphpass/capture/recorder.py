@@ -177,7 +177,7 @@ class Recorder:
         log = ReadLog()
         generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
         mutated = [body.inputs[position] for position in sorted(call.mutated)]
-        with without_collections(), _surroundings(self.mode, inside, log, context):
+        with without_collections(), _surroundings(self.mode, inside, log, context), contextlib.ExitStack() as undo:
             inputs.copy_in(leaves)
             versions = _versions(body.inputs)
             with restoring(mutated, generators, device.device):
@@ -196,6 +196,8 @@ class Recorder:
             with restoring(mutated, generators, device.device):
                 log.is_open = True
                 graph, recorded, seconds, grown = self._measured(device, body, generators, context)
+                # A traceback would keep it, and a communicator waits at its end for graphs with its collectives.
+                undo.callback(graph.reset)  # guard: failed_recording_reset
                 log.is_open = False
             returned = recorded[: len(body.returned)]
             # Warm-up and recording use different pools: a storage that both returned existed before them.
@@ -203,6 +205,7 @@ class Recorder:
             device.refuse_frozen(outputs.pool_outputs)  # guard: tape_frozen_results
             self._wait_for_ranks()
             observed = tuple(replace(o, tensor=device.without_ownership(o.tensor)) for o in inside.observed or ())
+            undo.pop_all()
         self.runtime.lease.make_stale(outputs.pool_outputs)  # guard: recorded_result_is_stale
         row = self._row(context, "captured")
         row.n, row.seconds = row.n + 1, row.seconds + time.perf_counter() - start_s - sum(spent_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -373,6 +374,25 @@ def test_the_bytes_of_a_failed_capture_are_freed(rig: Any) -> None:
     got = rig.call(wrapper, SHIFTED, torch.zeros(8))
     torch.manual_seed(1)
     assert torch.equal(got, torch.rand(8) + SHIFTED)
+
+
+def test_a_recording_that_is_not_used_is_reset(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when another rank failed: the error's traceback holds the graph, and a graph its communicator."""
+    device, graphs = type(rig.runtime.lease.device_for([X])), list[Any]()
+    record = device.record
+
+    def recorded(*given: Any) -> Any:
+        graph, outputs = record(*given)
+        graphs.append(mock.Mock(wraps=graph))
+        return graphs[-1], outputs
+
+    monkeypatch.setattr(device, "record", recorded)
+    monkeypatch.setattr(device, "refuse_frozen", mock.Mock(side_effect=[RuntimeError("put in"), None]))
+    wrapper = rig.wrap(plus_one)
+    with pytest.raises(CaptureError, match="put in"):
+        rig.capture(wrapper, X)
+    rig.capture(wrapper, X)
+    assert [graph.reset.called for graph in graphs] == [True, False]
 
 
 def test_other_keys_stay_as_they_are(rig: Any) -> None:
