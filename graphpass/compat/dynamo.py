@@ -479,20 +479,47 @@ def decompositions(compiler: str) -> Mapping[Any, Any]:
 def move_constants(aten: fx.GraphModule) -> None:
     """Numbers that are put into a tensor go to its device: AOTAutograd has them on the CPU, and no capture copies them.
 
-    Inductor computes such a constant in its kernel.
+    One that is put where a mask says becomes an argument: ATen fills without a look at the mask only if it is on the
+    CPU. Inductor computes such a constant in its kernel.
     """
     for node in aten.graph.find_nodes(op="call_function", target=torch.ops.aten.index_put.default):
-        into, number = node.args[0], node.args[2]
+        into, indices, number = node.args[:3]
         chain = [number]
         while chain[-1].target is torch.ops.aten.lift_fresh_copy.default:
             chain.append(chain[-1].args[0])
         device, constant = into.meta["val"].device, chain[-1]
-        if constant.op == "get_attr" and all(len(one.users) == 1 for one in chain):
-            with symbolic.without_modes():
-                setattr(aten, constant.target, getattr(aten, constant.target).to(device))
-            for one in chain:
-                if "val" in one.meta:
-                    one.meta["val"] = one.meta["val"].to(device)
+        if constant.op != "get_attr" or any(len(one.users) > 1 for one in chain):
+            continue
+        with symbolic.without_modes():
+            value: torch.Tensor = getattr(aten, constant.target)
+            mask = _mask_among(indices)
+            if mask is not None and value.numel() == 1 and not any(node.args[3:]):  # guard: numbers_by_mask
+                _fill(aten.graph, node, mask, value.item())
+                continue
+            setattr(aten, constant.target, value.to(device))
+        for one in chain:
+            if "val" in one.meta:
+                one.meta["val"] = one.meta["val"].to(device)
+
+
+def _mask_among(indices: Any) -> tuple[int, fx.Node] | None:
+    """The one index and its place, if it is a mask."""
+    given = [(place, index) for place, index in enumerate(indices) if index is not None]
+    return given[0] if len(given) == 1 and given[0][1].meta["val"].dtype is torch.bool else None
+
+
+def _fill(graph: fx.Graph, node: fx.Node, placed: tuple[int, fx.Node], number: complex) -> None:
+    """Write a number where a mask says, which stands at one place among the dimensions."""
+    (place, mask), aten = placed, torch.ops.aten
+    into: Any = node.args[0]
+    with graph.inserting_before(node):
+        for _ in range(into.meta["val"].dim() - place - mask.meta["val"].dim()):
+            wider = graph.call_function(aten.unsqueeze.default, (mask, -1))
+            wider.meta["val"], mask = mask.meta["val"].unsqueeze(-1), wider
+        filled = graph.call_function(aten.masked_fill.Scalar, (into, mask, number))
+    filled.meta = node.meta
+    node.replace_all_uses_with(filled)
+    graph.erase_node(node)
 
 
 @contextlib.contextmanager

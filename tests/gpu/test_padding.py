@@ -186,6 +186,24 @@ def test_a_number_that_is_put_at_indices_is_captured(cuda: torch.device) -> None
     assert calls_with_graph(runtime) >= 2
 
 
+def test_a_number_that_is_put_where_a_mask_says_is_captured(cuda: torch.device) -> None:
+    """Without a look at the mask, which would wait for the device."""
+
+    def hidden(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = x * 2
+        x[~mask] = 0
+        return x
+
+    runtime = gp.GraphRuntime()
+    options = {"compiler": "aot_eager", "dispatch": "auto", "runtime": runtime}
+    fast = torch.compile(hidden, backend="cgpass", dynamic=True, options=options)
+    for step in range(6):
+        given = torch.randn(2, 17 + step, 8, device=cuda), torch.rand(2, 17 + step, device=cuda) < 0.5
+        torch.testing.assert_close(fast(*given), hidden(*given))
+    assert refusals(runtime) == []
+    assert calls_with_graph(runtime) >= 4
+
+
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a .functools.lru_cache")
 def test_relative_positions_that_are_made_on_the_cpu(cuda: torch.device) -> None:
     """WavLM makes them there for each length, and draws a number for each layer that nobody reads."""

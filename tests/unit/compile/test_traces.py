@@ -249,3 +249,28 @@ def test_a_number_that_is_put_into_a_tensor_is_on_its_device() -> None:
     module = fx.GraphModule({"one": torch.tensor(1.0)}, graph)
     dynamo.move_constants(module)
     assert module.one.device.type == constant.meta["val"].device.type == fresh.meta["val"].device.type == "meta"
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_number_that_is_put_where_a_mask_says_is_an_argument(place: int) -> None:
+    """As ``hidden_states[~mask] = 0`` in WavLM: ATen reads it there without a wait for the device."""
+    aten = torch.ops.aten
+    graph = fx.Graph()
+    x, mask = graph.placeholder("x"), graph.placeholder("mask")
+    x.meta["val"], mask.meta["val"] = torch.randn(3, 4, 5), torch.rand(3, 4)[:: 1 + 2 * place].squeeze(0) < 0.5
+    constant = graph.get_attr("one")
+    fresh = graph.call_function(aten.lift_fresh_copy.default, (constant,))
+    constant.meta["val"] = fresh.meta["val"] = torch.tensor(7.0)
+    put = graph.call_function(aten.index_put.default, (x, [None] * place + [mask], fresh))
+    put.meta["val"] = torch.randn(3, 4, 5)
+    graph.output((put,))
+    module = fx.GraphModule({"one": torch.tensor(7.0)}, graph)
+    given = [one.meta["val"] for one in (x, mask)]
+    expected = module(*given)
+    dynamo.move_constants(module)
+    module.graph.lint()
+    module.recompile()
+    (filled,) = graph.find_nodes(op="call_function", target=aten.masked_fill.Scalar)
+    assert filled.args[2] == 7.0
+    assert not graph.find_nodes(op="call_function", target=aten.index_put.default)
+    assert torch.equal(module(*given)[0], expected[0])
