@@ -266,6 +266,11 @@ def test_a_configuration_gives_a_model_and_inputs(tmp_path: Path) -> None:
     }
 
 
+def test_arguments_by_name(command: Command) -> None:
+    figures = figures_of(command, "explain", f"{MODELS}:named")
+    assert {size["field"] for graph in figures["graphs"] for size in graph["sizes"]} == {"x[0]", "x[1]"}
+
+
 def test_inputs_of_shapes_and_a_file(command: Command, tmp_path: Path) -> None:
     file = tmp_path / "net.py"
     file.write_text("import torch\n\ndef build():\n    return torch.nn.Embedding(10, 4)\n")

@@ -44,14 +44,6 @@ def test_a_size_that_recurs_gets_its_own_budget() -> None:
     assert manager.adapt() == ()
 
 
-def test_new_budgets_have_measured_costs() -> None:
-    encoder = toy.WithExamples()
-    manager = made(encoder, costs="measured", max_eager_tokens=1)
-    manager._ledger.sizes["tokens"].update({11: 3, 13: 3})
-    assert manager.adapt() == (11, 13)
-    assert_right(manager, encoder)
-
-
 def test_the_new_budgets_are_captured_again_with_the_others() -> None:
     encoder = toy.ToyEncoder(paths=("image", "video"))
     manager = made(encoder)
@@ -63,37 +55,6 @@ def test_the_new_budgets_are_captured_again_with_the_others() -> None:
         encoder.tower.embed.weight.data = encoder.tower.embed.weight.data * 2
     assert_right(manager, encoder, [22, 6], paths=["video", "image"])
     assert budgets(manager) == [32, 32, 16, 16, 11, 11, 8, 8, 4, 4]
-
-
-def test_max_pool_bytes_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graphpass.encoder.budgets.GraphRuntime", lambda pool, device: GrowingRuntime())
-    encoder = toy.ToyEncoder()
-    manager = made(encoder, max_pool_bytes=500)
-    repeated(manager, 9, 17)
-    assert manager.adapt() == (17,)
-    assert budgets(manager) == [32, 17, 16, 8, 4]
-    assert [str(reason) for _, reason in manager.get_cumulative_stats().failed] == [
-        "the pool would be larger than max_pool_bytes=500"
-    ]
-    assert_right(manager, encoder)
-    assert manager.adapt() == ()
-
-
-def test_a_budget_whose_capture_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder = toy.ToyEncoder()
-    manager = made(encoder)
-    repeated(manager, 9)
-    of_key = EncoderGraphs.capture
-
-    def fails(graphs: EncoderGraphs, key: EncoderGraphKey) -> CapturedGraph:
-        if key.tokens == 9:
-            raise CaptureError("no", expected="yes", found="no", remedy="none")
-        return of_key(graphs, key)
-
-    monkeypatch.setattr(EncoderGraphs, "capture", fails)
-    assert manager.adapt() == ()
-    assert budgets(manager) == [32, 16, 8, 4]
-    assert_right(manager, encoder)
 
 
 def test_what_is_refused() -> None:

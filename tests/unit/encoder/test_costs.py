@@ -128,15 +128,6 @@ def test_a_few_sizes_are_timed_and_those_between_interpolated(timed: list[tuple[
     assert found.eager["a"](np.array([1, 20, 40, 80])) == pytest.approx([3, 60, 120, 240])
 
 
-def test_noise_does_not_make_a_larger_eager_call_cheaper(timed: list[tuple[str, EncoderGraphKey]]) -> None:
-    seconds = {4: 2.0, 8: 1.0, 16: 3.0}
-    found = measured(
-        {"a": keys_of(range(4, 17, 4), 8)}, lambda key: 1.0, lambda key: seconds.get(key.tokens, 3.0), timed
-    )
-    at = found.eager["a"](np.arange(1, 40))
-    assert (np.diff(at) >= 0).all()
-
-
 def test_an_eager_call_below_and_above_what_was_measured() -> None:
     curve = eager_curve((10, 20), (1.0, 3.0))
     assert curve(np.array([0, 1, 10, 15, 20, 40])).tolist() == [1.0, 1.0, 1.0, 2.0, 3.0, 6.0]
@@ -175,20 +166,6 @@ def test_what_items_add_is_found(of_replay: tuple[float, float], of_eager: tuple
     assert surcharge(np.array([6, 6]), np.array([1, 3])) == pytest.approx(
         [surcharge.each_s + squares * surcharge.square_s for squares in (36, 12)]
     )
-
-
-@pytest.mark.usefixtures("timed")
-def test_more_items_that_take_less_time_add_nothing() -> None:
-    """Noise, of an encoder without attention."""
-    seconds = {1: 5.0, 2: 4.9, 8: 4.8}
-
-    def example(key: EncoderGraphKey, num_items: int | None) -> TimedExample:
-        load = Load(key.tokens, num_items or 2, 0.0)
-        return load, lambda: 1.0, lambda: seconds[load.items]
-
-    found = measured_costs({"a": [EncoderGraphKey(8, 8, 8)]}, example, torch.device("cpu"))
-    assert found.surcharges["a"] == ItemCosts()
-    assert found.eager["a"](np.array([8])).tolist() == [4.9]
 
 
 class Timed(toy.WithExamples):

@@ -387,19 +387,6 @@ def test_equal_requests_are_planned_once() -> None:
 # -- compiling --------------------------------------------------------------------------------------------------------
 
 
-def test_one_artifact_serves_all_blocks_and_budgets() -> None:
-    encoder = toy.Compiled()
-    items = toy.images(MIXED)
-    expected = toy.one_by_one(encoder, items)
-    manager = made(encoder)
-    assert encoder.compiled_with == "aot_eager"
-    for _ in range(2):
-        assert_same(manager.execute(items), expected)
-        assert manager.runtime.compiled() == 1
-        manager.clear()
-        manager.capture()
-
-
 @pytest.mark.parametrize(("options", "compiler"), [({"compile": False}, None), ({"compiler": "eager"}, "eager")])
 def test_options_say_whether_and_with_what(options: dict[str, Any], compiler: str | None) -> None:
     encoder = toy.Compiled()

@@ -149,14 +149,6 @@ def test_another_layout_at_the_old_address_is_noticed() -> None:
     assert_same(manager.execute(items), toy.one_by_one(encoder, items))
 
 
-def test_specs_may_come_one_by_one() -> None:
-    encoder = toy.ToyEncoder()
-    specs = encoder.get_encoder_cudagraph_item_specs
-    encoder.get_encoder_cudagraph_item_specs = lambda items: iter(specs(items))  # type: ignore[assignment,method-assign,return-value]
-    items = toy.images(MIXED)
-    assert_same(made(encoder).execute(items), toy.one_by_one(toy.ToyEncoder(encoder.tower), items))
-
-
 # Settings that change after the capture: autocast, training, defaults, autograd and inference mode.
 
 

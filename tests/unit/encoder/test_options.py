@@ -193,6 +193,10 @@ def test_budgets_are_multiples_of_what_items_are() -> None:
     assert (budgets[0], budgets[-1]) == (50, 1600)
 
 
+def test_one_graph_is_the_largest() -> None:
+    assert fine_budgets(2, 100, max_graphs=1) == [100]
+
+
 CONTRADICTIONS: list[tuple[Callable[[], object], str]] = [
     # budgets of the user
     (lambda: checked_budgets([4, 2.5], 4, 100), r"found 2\.5"),  # type: ignore[list-item]

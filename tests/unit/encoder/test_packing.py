@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -147,25 +146,6 @@ def test_eager_calls_are_made_where_that_is_cheaper(
 ) -> None:
     found = pack_items(tokens, sorted(cost.replay), 1, cost=cost)
     assert found == [PackedBatch(*batch) for batch in batches]
-
-
-@pytest.mark.parametrize("cost", [None, PackingCosts({4: 1.0, 8: 2.0}, by_tokens(5, 1))])
-@pytest.mark.parametrize(
-    ("tokens", "batches"),
-    [
-        ([], []),
-        ([0, 0, 0], []),
-        ([0, 3, 0, 9], [PackedBatch((1,), 3, 4), PackedBatch((3,), 9, None)]),
-        ([9], [PackedBatch((0,), 9, None)]),
-        ([9, 3, 20], [PackedBatch((1,), 3, 4), PackedBatch((0,), 9, None), PackedBatch((2,), 20, None)]),
-        ([4, 4, 4], [PackedBatch((0, 1), 8, 8), PackedBatch((2,), 4, 4)]),
-    ],
-)
-def test_special_requests(tokens: list[int], batches: list[PackedBatch], cost: PackingCosts | None) -> None:
-    found = pack_items(tokens, [4, 8], 2, cost=cost)
-    assert Counter((b.budget, b.tokens) for b in found) == Counter((b.budget, b.tokens) for b in batches)
-    if cost is None:
-        assert found == batches
 
 
 def test_without_budgets_everything_is_eager() -> None:

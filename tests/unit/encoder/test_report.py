@@ -94,17 +94,6 @@ def test_largest_first_to_the_least_loaded_rank(sizes: list[int], num_ranks: int
 
 
 @given(SIZES, st.integers(1, 9))
-def test_every_item_has_one_rank(sizes: list[int], num_ranks: int) -> None:
-    balance = balance_items(sizes, num_ranks)
-    assert sorted(balance.order) == list(range(len(sizes)))
-    assert len(balance.counts) == len(balance.loads) == num_ranks
-    assert sum(balance.counts) == len(sizes)
-    shares = [balance.share(rank) for rank in range(num_ranks)]
-    assert [item for share in shares for item in share] == balance.order
-    assert [sum(sizes[item] for item in share) for share in shares] == balance.loads
-
-
-@given(SIZES, st.integers(1, 9))
 def test_no_rank_has_much_more_than_it_has_to(sizes: list[int], num_ranks: int) -> None:
     balance = balance_items(sizes, num_ranks)
     least = max(Fraction(sum(sizes), num_ranks), Fraction(max(sizes, default=0)))

@@ -174,19 +174,6 @@ def test_layers_share_their_code() -> None:
     assert manager.runtime.compiled() == 3  # before the layers, a layer, the last one and what follows it
 
 
-def test_a_new_capture_and_a_lazy_one() -> None:
-    model, reference, offloader = offloaded()
-    manager = captured(model, offloader, "FULL")
-    run(manager, 3)
-    manager.recapture()
-    assert_right(manager, reference)
-    dispatcher = CudagraphDispatcher("FULL", [4, 8], max_num_reqs=LARGEST, lazy=True)
-    lazy = CudaGraphManager(
-        model, dispatcher, [X], offloader=offloader, compiler="eager", on_fallback="silent", on_moved_input="copy"
-    )
-    assert_right(lazy, reference)
-
-
 def test_a_stock_decoder_generates_the_same() -> None:
     pytest.importorskip("transformers")
     model = small_decoder("LlamaForCausalLM", num_hidden_layers=3)
@@ -217,6 +204,14 @@ def test_slots_by_bytes() -> None:
     _, _, offloader = offloaded(8, 2)
     slot = offloader.device_bytes() // 2
     assert WeightOffloader(Stack(8).layers, max_device_bytes=3 * slot + 1).num_slots == 3
+
+
+def test_state_dict_holds_all_layers() -> None:
+    model, reference, offloader = offloaded()
+    wanted = reference.state_dict()
+    for state in (model.state_dict(), {**wanted, **{f"layers.{n}": t for n, t in offloader.state_dict().items()}}):
+        assert list(state) == list(wanted)
+        assert all(torch.equal(state[name], wanted[name]) for name in wanted)
 
 
 # -- weights are read and written in host memory

@@ -128,6 +128,16 @@ def test_ranks_that_fit_one_by_one_may_not_fit_together() -> None:
     assert agreed.num_tokens_across_dp == (64, 64, 64)
 
 
+def test_uniform_ranks_whose_largest_fields_make_no_whole_requests_are_mixed() -> None:
+    dispatcher = captured("FULL_AND_PIECEWISE", {"num_reqs": [2, 3], "seq_len": [2, 3]}, query_len=6)
+    asked = [
+        Asked(6, num_reqs=2, uniform=True, extra=(("seq_len", 3),)),
+        Asked(6, num_reqs=3, uniform=True, extra=(("seq_len", 2),)),
+    ]
+    agreed, _ = decided(dispatcher, asked)
+    assert (agreed.mode, agreed.num_tokens_across_dp) == (PIECEWISE, (9, 9))
+
+
 def test_an_extra_is_agreed_too() -> None:
     dispatcher = captured("PIECEWISE")
     images = (("images", "few"),)

@@ -164,27 +164,6 @@ def test_keys_of_replaced_weights_are_left_alone() -> None:
         manager.adapt()
 
 
-class Bytes(GraphRuntime):
-    """A pool of so many bytes, by the number of graphs."""
-
-    sizes = (0, 100, 200, 300, 400, 100_000)
-
-    def pool_bytes(self) -> int:
-        return self.sizes[sum(counts.static_sets for counts in self.counts().values())]
-
-
-def test_a_size_beside_one_that_has_no_room_stays_as_it_was_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graphpass.serving.manager.GraphRuntime", Bytes)
-    manager = captured(Rows().eval(), graph_bytes=10_000, on_moved_input="error")
-    repeated(manager, 5, times=6)
-    repeated(manager, 3)
-    assert adapted(manager) == [(FULL, 5)]
-    captures = manager.runtime.stats().captured
-    assert_right(manager, (5, 3, 8, 1))
-    assert manager.runtime.stats().captured == captures
-    assert adapted(manager) == []
-
-
 def test_a_key_of_dropped_graphs_is_not_revived(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = captured(Rows().eval(), sizes=(1, 2, 4, 8))
     manager.runtime.lease.entries_dropped()  # as if a graph had died with a parameter

@@ -267,21 +267,6 @@ def bytes_after(estimate: MemoryEstimate, keys: Sequence[Key]) -> int:
     return reduce(lambda pool, at: estimate.pool.after(pool, keys[:at], keys[at]), range(len(keys)), 0)
 
 
-@given(LADDERS, st.lists(st.tuples(BYTES, BYTES), min_size=3, max_size=3))
-def test_the_pool_never_shrinks_and_holds_at_least_what_the_samples_took(
-    tokens: set[int], measured: list[tuple[int, int]]
-) -> None:
-    keys = mixed(*tokens)
-    chosen = keys_to_sample(keys_by_group(keys))["mixed PIECEWISE"]
-    samples = [
-        Sample(key, MemoryGrowth(pool), min(kept, pool)) for key, (pool, kept) in zip(chosen, measured, strict=False)
-    ]
-    estimate = estimate_of(keys_by_group(keys), Measured({"mixed PIECEWISE": samples}))
-    after = [bytes_after(estimate, keys[:count]) for count in range(len(keys) + 1)]
-    assert after == sorted(after)
-    assert after[-1] == estimate.pool_bytes >= sum(sample.growth.pool_bytes for sample in samples)
-
-
 def test_what_a_block_of_its_own_size_takes_is_counted_once() -> None:
     """The smallest key needs a segment for small blocks, though there is room among the large ones."""
     keys = mixed(*range(1, 19))
@@ -322,3 +307,12 @@ def test_a_group_that_finds_no_room_in_one_piece_adds_what_it_took() -> None:
     assert [group.growth.pool_bytes for group in estimate.groups] == [30 + 80, 60]
     assert estimate.total_bytes == 30 + 80 + 60 + 5
     assert bytes_after(estimate, keys[2:]) == 30 + 60 + 60, "never less than what it took behind the others"
+
+
+def test_it_prints_a_line_for_each_group() -> None:
+    device = FakeDevice({"mixed": (100, 0, 0), "decode": (300, 0, 0)}, executable=11)
+    estimate = device.estimate(mixed(8, 4) + decode(4, 2))
+    assert [row[:2] for row in estimate.tables()[0].rows] == [("mixed PIECEWISE", "2"), ("decode FULL", "2")]
+    assert str(estimate).count("mixed PIECEWISE") == str(estimate).count("decode FULL") == 1
+    (together,) = estimate.tables()[1].rows
+    assert together == ("0", "7", str(-5 * 11), "1200", "1200")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphpass import CUDAGraphMode, DispatchReason
+from graphpass import DispatchReason
 from graphpass.errors import CaptureError
 from graphpass.regions import register_padding_rule
 from tests.unit.serving.managed import (
@@ -14,7 +14,6 @@ from tests.unit.serving.managed import (
     FULL,
     LARGEST,
     PIECEWISE,
-    SIZES,
     WIDTH,
     Attends,
     GrowingRuntime,
@@ -32,25 +31,9 @@ from tests.unit.serving.managed import (
 )
 
 
-@pytest.mark.parametrize(
-    ("mode", "order"),
-    [
-        ("FULL", [(FULL, 8, False), (FULL, 4, False), (FULL, 2, False)]),
-        ("PIECEWISE", [(PIECEWISE, 8, False), (PIECEWISE, 4, False), (PIECEWISE, 2, False)]),
-        ("FULL_DECODE_ONLY", [(FULL, 8, True), (FULL, 4, True), (FULL, 2, True)]),
-        (
-            "FULL_AND_PIECEWISE",
-            [
-                *((PIECEWISE, 8, False), (PIECEWISE, 4, False), (PIECEWISE, 2, False)),
-                *((FULL, 8, True), (FULL, 4, True), (FULL, 2, True)),
-            ],
-        ),
-    ],
-)
-def test_mixed_batches_are_captured_first_then_uniform_decode_each_largest_first(
-    mode: str, order: list[tuple[CUDAGraphMode, int, bool]]
-) -> None:
-    manager = made(Rows().eval(), mode)
+def test_mixed_batches_are_captured_first_then_uniform_decode_each_largest_first() -> None:
+    manager = made(Rows().eval(), "FULL_AND_PIECEWISE")
+    order = [*((PIECEWISE, size, False) for size in (8, 4, 2)), *((FULL, size, True) for size in (8, 4, 2))]
     assert manager.needs_capture()
     manager.capture()
     assert captured_keys(manager) == order
@@ -76,16 +59,6 @@ def test_inputs_and_metadata_are_prepared_before_the_warm_up_and_before_the_reco
     # Learning; then for each key, before and after the warm-up.
     assert ["example", "build", "op", *["example", "build", "op"] * 2 * len(keys)] == EVENTS
     assert not builder.sums[: builder.num_slots].any(), "only scratch was written"
-
-
-def test_piecewise_keys_are_captured_without_metadata_of_a_key() -> None:
-    builder = SlotBuilder()
-    manager = captured(Attends().eval(), "PIECEWISE", attention=builder)
-    assert set(builder.built_for) == {None}
-    assert {key.num_tokens for key, _ in builder.examples} == set(SIZES)
-    assert {query_len for _, query_len in builder.examples} == {None}
-    assert not builder.sums[: builder.num_slots].any()
-    assert {region for region, _, _ in manager.runtime.counts()} == {"g0.r0", "g0.r2"}
 
 
 @pytest.mark.parametrize(("max_bytes", "num_captured"), [(0, 0), (99, 0), (100, 1), (250, 2), (300, 3)])

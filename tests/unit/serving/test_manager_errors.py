@@ -147,6 +147,14 @@ def test_inputs_that_are_no_arguments_of_the_model_are_refused_at_capture_with_t
     made(Scaled(), specs=declared).capture()
 
 
+def test_another_type_error_of_the_model_stays_what_it_is() -> None:
+    class Fails(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + object()  # type: ignore[operator]
+
+    refused("unsupported operand", Fails(), error=Exception)
+
+
 # -- metadata without a field
 
 
@@ -191,6 +199,14 @@ def test_a_key_that_a_dict_lacks_is_added_to_it() -> None:
     error = refused("no field 'slot_mapping'", Attends().eval(), attention=Lacks(), error=ContextError)
     assert "add 'slot_mapping' to dict" in error.remedy
     made(Attends().eval(), attention=DictBuilder()).capture()
+
+
+def test_other_missing_attributes_stay_what_they_are() -> None:
+    class Fails(SlotBuilder):
+        def build(self, attention: Any, key: Any) -> Any:
+            return attention.no_such_attribute
+
+    refused("no_such_attribute", Attends().eval(), attention=Fails(), error=AttributeError)
 
 
 # -- function transforms

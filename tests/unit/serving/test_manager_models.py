@@ -13,7 +13,6 @@ from graphpass import AttentionSupport, Batch, CudagraphDispatcher, CudaGraphMan
 from graphpass.errors import CaptureError, ShapeError
 from tests.threads import in_threads
 from tests.unit.serving.managed import (
-    EVENTS,
     LARGEST,
     MODES,
     PIECEWISE,
@@ -168,31 +167,12 @@ def test_attention_keeps_what_it_keeps_without_graphs_and_padding(
         torch.testing.assert_close(builder.sums[:16], requests.sums)
 
 
-def test_the_metadata_of_a_full_key_is_one_object_refilled_in_every_step() -> None:
-    builder = SlotBuilder()
-    model = Attends().eval()
-    manager = captured(model, "FULL", attention=builder)
-    requests = Requests(model)
-    builder.built_for.clear()
-    EVENTS.clear()
-    for slots in ([1, 2, 3], [4, 5], [6, 7, 8, 9]):
-        requests.agree(manager, slots)
-    assert [key.num_tokens for key in builder.built_for if key] == [4, 2, 4]
-    assert EVENTS == ["build"] * 3, "the op is in the graph"
-    torch.testing.assert_close(builder.sums[:16], requests.sums)
-
-
 @pytest.mark.parametrize(
     ("asked", "query_len", "support", "expected"),
     [
         ("FULL", 1, AttentionSupport.ALWAYS, "FULL"),
-        ("FULL", 1, AttentionSupport.UNIFORM_BATCH, "FULL_AND_PIECEWISE"),
         ("FULL", 2, AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE, "PIECEWISE"),
-        ("FULL_AND_PIECEWISE", 1, AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE, "FULL_AND_PIECEWISE"),
-        ("FULL_AND_PIECEWISE", 2, AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE, "PIECEWISE"),
         ("FULL_AND_PIECEWISE", 1, AttentionSupport.NEVER, "PIECEWISE"),
-        ("FULL_DECODE_ONLY", 1, AttentionSupport.NEVER, "PIECEWISE"),
-        ("NONE", 1, AttentionSupport.NEVER, "NONE"),
     ],
 )
 def test_what_attention_can_be_captured_with_bounds_the_mode(

@@ -240,6 +240,19 @@ def test_python_state_outside_of_modules_is_refused_before_anything_has_changed(
     assert (counted, STEPS, model.stats.calls) == held
 
 
+def test_a_function_that_counts_its_calls_is_refused() -> None:
+    calls = 0
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return x * 2
+
+    error = refused("cannot be restored after a capture", model)
+    assert "a variable of an enclosing function (test_manager_python_state.py:" in error.found
+    assert calls == 0
+
+
 def keep_in_object(model: Keeps, x: torch.Tensor) -> None:
     model.last = Record(x * 2)
 

@@ -332,22 +332,3 @@ def test_what_the_model_writes_to_padding_is_padding_again_in_the_next_step(mode
     for _ in range(3):
         _, total = run(manager, torch.ones(3, WIDTH))
         torch.testing.assert_close(total, torch.full((WIDTH,), 3.0))
-
-
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_buffers_of_the_model_end_as_without_graphs(mode: str) -> None:
-    class Remembers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("last", torch.zeros(WIDTH))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.last.copy_(sum_of_rows(x))
-            return x + self.last
-
-    model, plain = Remembers(), Remembers()
-    manager = captured(model, mode)
-    for num_tokens in (3, 8, 9):
-        x = rows(num_tokens)
-        torch.testing.assert_close(run(manager, x), plain(x))
-        torch.testing.assert_close(model.last, plain.last)

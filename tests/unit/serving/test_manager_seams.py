@@ -297,6 +297,15 @@ def test_a_leaf_that_some_sizes_lack_is_refused() -> None:
         run(manager, rows(2))
 
 
+def test_a_tensor_that_some_sizes_read_from_elsewhere() -> None:
+    constant = torch.ones(WIDTH)
+    manager = captured(lambda x: x * 2 + constant if x.shape[0] <= 4 else x * 2)
+    for num_tokens in (3, 8):
+        x = rows(num_tokens)
+        torch.testing.assert_close(run(manager, x), x * 2 + (constant if num_tokens <= 4 else 0))
+    manager.close()
+
+
 # -- what is refused, and what is not ----------------------------------------------------------------------------------
 
 

@@ -220,59 +220,6 @@ def test_the_token_dimension_may_be_anywhere(name: str, mode: str) -> None:
     assert manager.stats().replays == 8
 
 
-class Decoder(nn.Module):
-    """Ids or embeddings, positions of three axes, one scale for all, one offset a request."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(11, WIDTH)
-
-    def forward(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        scale: torch.Tensor,
-        request: torch.Tensor,
-        offsets: torch.Tensor,
-    ) -> Any:
-        hidden = self.embed(ids) + positions.sum(0).unsqueeze(-1) * scale + offsets[request].unsqueeze(-1)
-        return {"hidden": hidden.relu(), "auxiliary": (hidden, positions + 1), "per_request": offsets * 2}
-
-
-DECODER_SPECS = [
-    InputSpec("ids", (LARGEST,), torch.long, padding=10),
-    InputSpec("positions", (3, LARGEST), torch.long, token_dim=1, padding="repeat"),
-    InputSpec("scale", (1,), torch.float32, token_dim=None),
-    InputSpec("request", (LARGEST,), torch.long),
-    InputSpec("offsets", (5,), torch.float32, token_dim=None, request_dim=0, padding=math.nan),
-]
-
-
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE", "NONE"])
-def test_many_inputs_of_many_kinds(mode: str) -> None:
-    model = Decoder().eval()
-    manager = manager_of(model, DECODER_SPECS, mode, max_num_reqs=5)
-    generator = torch.Generator().manual_seed(0)
-    for num_tokens, num_reqs in ((3, 3), (8, 5), (1, 1), (9, 2), (10, 5), (4, 2), (5, 5)):
-        inputs = {
-            "ids": torch.randint(0, 11, (num_tokens,), generator=generator),
-            "positions": torch.randint(0, 99, (3, num_tokens), generator=generator),
-            "scale": torch.randn(1, generator=generator),
-            "request": torch.randint(0, num_reqs, (num_tokens,), generator=generator),
-            "offsets": torch.randn(num_reqs, generator=generator),
-        }
-        with torch.no_grad():
-            expected = model(**inputs)
-        for uniform in (False, num_tokens == num_reqs):
-            got = manager.run(Batch(num_tokens, inputs=inputs, num_reqs=num_reqs, uniform_decode=uniform))
-            torch.testing.assert_close(got, expected)
-        for name, value in inputs.items():
-            assert torch.equal(manager.buffers[name][tuple(slice(size) for size in value.shape)], value)
-    if mode in ("FULL", "PIECEWISE"):
-        assert manager.stats().replays == 10
-
-
 def test_requests_must_be_counted_where_an_input_has_one_entry_for_each() -> None:
     specs = [X, InputSpec("offsets", (5,), torch.float32, token_dim=None, request_dim=0)]
     manager = manager_of(lambda x, offsets: (x + 1, offsets * 2), specs, max_num_reqs=5)

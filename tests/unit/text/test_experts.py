@@ -196,11 +196,3 @@ def test_experts_without_floating_point_weights_are_refused() -> None:
     experts.down_proj = nn.Parameter(experts.down_proj.to(torch.int8), requires_grad=False)
     with pytest.raises(OptionError, match=r"cannot compute the experts of .*layers\.0"):
         compute_experts_by_token(model)
-
-
-def test_a_model_without_experts_does_not_change() -> None:
-    model = small_model("Mixtral")
-    model.model.layers = nn.ModuleList()
-    before = model.config._experts_implementation
-    compute_experts_by_token(model)
-    assert model.config._experts_implementation == before
