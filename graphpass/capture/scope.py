@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -79,14 +79,21 @@ class ReachedCall:
 
 
 class CallObserver:
-    """Sees the calls of a runtime's graphs in forwards whose context names it; it gives no permission to capture."""
+    """Sees the calls of a runtime's graphs in forwards whose context names it; it gives no permission to capture.
 
-    def __init__(self, runtime: object) -> None:
-        self.runtime = runtime
+    Args:
+        runtime: of the graphs.
+        first: called with the first call, before its graph runs or is captured.
+    """
+
+    def __init__(self, runtime: object, first: Callable[[ReachedCall], object] = lambda call: None) -> None:
+        self.runtime, self._first = runtime, first
         self.reached: list[ReachedCall] = []  #: the calls that have returned, in order
 
     def entering(self, callable_: ReachedCallable, args: tuple[Any, ...]) -> None:
         """Called before a graph runs or is captured, with its flat arguments; an error prevents that."""
+        if not self.reached:
+            self._first(ReachedCall(callable_, args, (), None))
 
     def prepare(self) -> object:
         """Restore what the model reads besides its arguments, before the recording of each FULL capture."""
@@ -94,19 +101,6 @@ class CallObserver:
     def keep_results(self, outputs: list[Any]) -> list[Any]:
         """The flat outputs of a FULL graph, of those in its warm-up and recording; may copy them out of the pool."""
         return outputs
-
-
-class EnteredGraph(Exception):  # noqa: N818 - control flow, like StopIteration
-    """A call has come to its first graph."""
-
-
-class FirstEntry(CallObserver):
-    """Ends a call at its first graph, before that runs: which one a call reaches, without side effects."""
-
-    def entering(self, callable_: ReachedCallable, args: tuple[Any, ...]) -> None:
-        """Keep the graph and its arguments, and end the call."""
-        self.reached.append(ReachedCall(callable_, args, (), None))
-        raise EnteredGraph
 
 
 @dataclass(slots=True)

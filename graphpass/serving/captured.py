@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from graphpass.capture.cuda import PROCESS_MEMORY, total_bytes
 from graphpass.capture.modelstate import ModelState
 from graphpass.capture.replay import ContextReads, ReplayPlan
+from graphpass.capture.scope import ReachedCall
 from graphpass.capture.settings import replay_settings
 from graphpass.compat import trees
 from graphpass.dispatch.owngraphs import NO_ROOM, CaptureBytes, OwnGraph, OwnGraphs, bytes_allowed, due, is_faster
@@ -298,13 +299,14 @@ class CapturedKeys:
         mode, descriptor = key
         model, inputs = self._model, self._inputs.at(self._model.sizes_of(descriptor))
         before, started = self._memory.reading(), time.perf_counter()
-        calls = _Capture(model, inputs, key)
-        metadata, reached = calls.prepare(), calls.reached
-        context = model.context(metadata, inputs, mode, descriptor, descriptor.num_tokens, observer=calls)
-        with context, model.hooked(mode), fields_named(model.attention, metadata), model.learning_writes(inputs):
-            recipe = model.recipe()
-            result = model.compiled(**inputs.arguments)
-            model.save_call(inputs, reached)  # guard: saved_calls_of_sizes
+        with model.learning_writes(inputs) as learn:
+            calls = _Capture(model, inputs, key, learn)
+            metadata, reached = calls.prepare(), calls.reached
+            context = model.context(metadata, inputs, mode, descriptor, descriptor.num_tokens, observer=calls)
+            with context, model.hooked(mode), fields_named(model.attention, metadata):
+                result = model.compiled(**inputs.arguments)
+                model.save_call(inputs, reached)  # guard: saved_calls_of_sizes
+        recipe = model.recipe()
         if not reached:
             raise nothing_reached(f"{mode} {descriptor}")
         # The graph for this size may have side effects in Python that the graph of the first run did not have.
@@ -518,8 +520,8 @@ class CapturedKeys:
 class _Capture(GraphChecks):
     """Observes the capture of a key: prepares its inputs, and keeps the results of a FULL graph in the buffers."""
 
-    def __init__(self, model: Model, inputs: PaddedInputs, key: Key) -> None:
-        super().__init__(model, inputs)
+    def __init__(self, model: Model, inputs: PaddedInputs, key: Key, first: Callable[[ReachedCall], None]) -> None:
+        super().__init__(model, inputs, first)
         self._key = key
 
     def prepare(self) -> Any:

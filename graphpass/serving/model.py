@@ -1,8 +1,7 @@
 """A compiled model over a manager's buffers, and what its first run without a graph shows.
 
-In the first run the model is called twice, over example inputs. The first call stops at the entry of the first graph:
-Dynamo has then compiled it, so the tensors that the graph writes to and the changes of Python state are known before
-anything has run. All effects of the second call are undone.
+The first run is a call over example inputs, whose effects are undone. At the entry of the first graph Dynamo has
+compiled it, so the tensors that the graph writes to and the changes of Python state are known before anything has run.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from graphpass.capture.modelstate import (
     restoring_python_state,
 )
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.capture.scope import CallObserver, EnteredGraph, FirstEntry, ReachedCall, ReachedCallable
+from graphpass.capture.scope import CallObserver, ReachedCall, ReachedCallable
 from graphpass.capture.settings import replay_settings, restoring
 from graphpass.capture.staging import storage_id
 from graphpass.compat import nnmodules, trees
 from graphpass.compat.subclasses import plain_tensors
-from graphpass.context import ForwardContext, current_context, entered
+from graphpass.context import ForwardContext, entered
 from graphpass.dispatch.dispatcher import CudagraphDispatcher
 from graphpass.errors import CaptureError, ContextError, OptionError, did_you_mean
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
@@ -243,21 +242,23 @@ class Model:
             yield
 
     @contextlib.contextmanager
-    def learning_writes(self, inputs: PaddedInputs) -> Iterator[None]:
-        """Add what a graph of these inputs writes to the recipe, before a capture of it in the body; undo the writes.
+    def learning_writes(self, inputs: PaddedInputs) -> Iterator[Callable[[ReachedCall], None]]:
+        """Undo what a capture in the body writes; yields what adds to the recipe what its first graph writes.
 
         The graph of the first run may have written less, or to tensors that were replaced since, or have been the whole
         model. A model with Python around its graph may write to all of its buffers.
         """
-        recipe = self.recipe()
-        if recipe.why_through_dynamo is not None:
-            yield
+        if self.recipe().why_through_dynamo is not None:
+            yield lambda call: None
             return
-        with restoring(self._small_buffers(), [], self.inputs.device):  # Python state is restored after all captures
-            calls = self._first_entry(inputs)
-        is_split = not self.is_whole(calls)
-        state, generators = self._changed_by(calls, inputs, is_split=is_split)
-        names, first = self._written_inputs(calls, inputs), set(map(id, recipe.state[: recipe.num_state]))
+        with contextlib.ExitStack() as undo:  # Python state is restored after all captures
+            undo.enter_context(restoring(self._small_buffers(), [], self.inputs.device))
+            yield lambda call: self._learn_writes(call, inputs, undo)
+
+    def _learn_writes(self, call: ReachedCall, inputs: PaddedInputs, undo: contextlib.ExitStack) -> None:
+        recipe, is_split = self.recipe(), not self.is_whole([call])
+        state, generators = self._changed_by([call], inputs)
+        names, first = self._written_inputs([call], inputs), set(map(id, recipe.state[: recipe.num_state]))
         late = [tensor for tensor in state if id(tensor) not in first]
         new = [tensor for tensor in late if not any(tensor is one for one in recipe.state)]
         if new or is_split or not names <= recipe.mutated:  # guard: manager_writes_of_sizes
@@ -270,8 +271,7 @@ class Model:
                 mutated=recipe.mutated | names,
                 state=(*recipe.state, *new),
             )
-        with restoring(late, generators, self.inputs.device):  # guard: manager_state_of_sizes
-            yield
+        undo.enter_context(restoring(late, generators, self.inputs.device))  # guard: manager_state_of_sizes
 
     @staticmethod
     def _written_inputs(calls: Reached, inputs: PaddedInputs) -> frozenset[str]:
@@ -385,52 +385,38 @@ class Model:
         """
         inputs, none = self.inputs.at(sizes), CUDAGraphMode.NONE
         metadata = self.prepared(inputs, BatchDescriptor(sizes["num_tokens"]), none)
-        reached = (observer := CallObserver(self.runtime)).reached
-        context = self.context(metadata, inputs, none, None, sizes["num_tokens"], observer=observer)
-        with self.runtime.scopes.opened(), context, fields_named(self.attention, metadata):
+        with contextlib.ExitStack() as undo:
             # Python code of the model may run before its first graph.
-            # guard: manager_first_entry
-            with restoring(self._small_buffers(), [], self.inputs.device), restoring_python_state(self.modules):
-                first = self._first_entry(inputs)
-            changed = self._changed_by(first, inputs, is_split=not self.is_whole(first))
-            with restoring(*changed, self.inputs.device), restoring_python_state(self.modules) as state:
-                for call in first:
-                    refuse_side_effects(call.callable.side_effects, state)
-                with self.hooked(none):
-                    versions = versions_of(inputs.arguments)
+            undo.enter_context(restoring(self._small_buffers(), [], self.inputs.device))  # guard: manager_first_entry
+            state = undo.enter_context(restoring_python_state(self.modules))
+
+            def first(call: ReachedCall) -> None:
+                refuse_side_effects(call.callable.side_effects, state)
+                undo.enter_context(restoring(*self._changed_by([call], inputs), self.inputs.device))
+
+            reached = (observer := CallObserver(self.runtime, first)).reached
+            context = self.context(metadata, inputs, none, None, sizes["num_tokens"], observer=observer)
+            versions = versions_of(inputs.arguments)
+            with self.runtime.scopes.opened(), context, fields_named(self.attention, metadata), self.hooked(none):
+                try:
                     result = self.compiled(**inputs.arguments)
-                    written = written_since(inputs.arguments, versions)
-                    if not reached:
-                        raise nothing_reached(f"{sizes['num_tokens']} tokens")
-                    self.save_call(inputs, reached)
-                    for call in reached:
-                        refuse_side_effects(call.callable.side_effects, state)
-                    # guard: manager_kept_between_graphs
-                    refuse_stored_tensors(state, {id(tensor) for tensor in self._buffers()})
-                    if self.hooks is not None and len(reached) != 1:
-                        found = f"a model of {len(reached)} graphs"
-                        raise _not_with_offloading(found, "a model without graph breaks")
-                    if len(reached) > most_graphs:
-                        return None
-                    return self._recipe_of(inputs, result, reached, written)
+                except TypeError as error:
+                    _refuse_names(self._model, list(inputs.arguments), error)
+                    raise
+                written = written_since(inputs.arguments, versions)
+                if not reached:
+                    raise nothing_reached(f"{sizes['num_tokens']} tokens")
+                self.save_call(inputs, reached)
+                for call in reached:
+                    refuse_side_effects(call.callable.side_effects, state)
+                # guard: manager_kept_between_graphs
+                refuse_stored_tensors(state, {id(tensor) for tensor in self._buffers()})
+                if self.hooks is not None and len(reached) != 1:
+                    found = f"a model of {len(reached)} graphs"
+                    raise _not_with_offloading(found, "a model without graph breaks")
+                return None if len(reached) > most_graphs else self._recipe_of(inputs, result, reached, written)
 
-    def _first_entry(self, inputs: PaddedInputs) -> Reached:
-        """Call the model up to the entry of its first graph, the only call; empty if it enters no graph."""
-        context, first = current_context(), FirstEntry(self.runtime)
-        assert context is not None, "a call of the model without a forward context"
-        try:
-            with entered(replace(context, observer=first)):
-                self.compiled(**inputs.arguments)
-        except EnteredGraph:
-            pass
-        except TypeError as error:
-            _refuse_names(self._model, list(inputs.arguments), error)
-            raise
-        return first.reached
-
-    def _changed_by(
-        self, calls: Reached, inputs: PaddedInputs, *, is_split: bool
-    ) -> tuple[list[torch.Tensor], list[torch.Generator]]:
+    def _changed_by(self, calls: Reached, inputs: PaddedInputs) -> tuple[list[torch.Tensor], list[torch.Generator]]:
         """The tensors, inputs excluded, and the random number generators that a run of these graphs may change.
 
         If the model is split into several graphs, Python code between them may change any of its buffers.
@@ -438,7 +424,7 @@ class Model:
         own = {id(tensor) for tensor in inputs.arguments.values()}
         state = {id(tensor): tensor for call in calls for tensor in _written_by(call) if id(tensor) not in own}
         drawn = [value for call in calls for value in call.args if isinstance(value, torch.Generator)]
-        if is_split:
+        if not self.is_whole(calls):  # guard: manager_several_graphs_state
             state |= {id(tensor): tensor for tensor in self._plain_buffers()}
             stored = [value for module in self.modules for value in vars(module).values()]
             drawn += [value for value in stored if isinstance(value, torch.Generator)]
@@ -460,8 +446,7 @@ class Model:
         leaves, spec = trees.flatten(result)
         cuts, sources = cuts_of(leaves, reached, inputs), leaf_sources(leaves, reached, inputs)
         mutated = frozenset(written) | self._written_inputs(reached, inputs)
-        is_split = not self.is_whole(reached)  # guard: manager_several_graphs_state
-        state, generators = self._changed_by(reached, inputs, is_split=is_split)
+        state, generators = self._changed_by(reached, inputs)
         self.inputs.pad_always(mutated)
         return Recipe(
             spec=spec,
@@ -498,14 +483,17 @@ class GraphChecks(CallObserver):
     only some sizes have.
     """
 
-    def __init__(self, model: Model, inputs: PaddedInputs) -> None:
-        super().__init__(model.runtime)
+    def __init__(
+        self, model: Model, inputs: PaddedInputs, first: Callable[[ReachedCall], None] = lambda call: None
+    ) -> None:
+        super().__init__(model.runtime, first)
         self._model, self._inputs = model, inputs
 
     def entering(self, callable_: ReachedCallable, args: tuple[Any, ...]) -> None:
         """Check a graph that is about to run, together with those before it."""
         # guard: manager_mixing_of_sizes
         self._model.check_graphs([*self.reached, ReachedCall(callable_, args, (), None)], self._inputs)
+        super().entering(callable_, args)
 
 
 class fields_named:  # noqa: N801 - a context manager, named like one
