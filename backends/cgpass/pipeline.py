@@ -398,7 +398,7 @@ def _note_unused(
     for region, artifact in compiled.by_name.items():
         trace = compiled.traces.get(region)
         is_made = trace is not None and trace.problem is None and bool(trace.result.insertions)
-        if asked and is_made and artifact.size_position is not None and len(artifact.sized) < num_wanted:
+        if asked and is_made and artifact.sized is not None and len(artifact.sized) < num_wanted:
             why = f"not compiled apart by {asked[0]}: at such a size other padding would be made than at the others"
             runtime.warn(why, "leave the size out of compile_sizes and compile_ranges", at=f"{name}.{region}")
 

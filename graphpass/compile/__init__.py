@@ -2,7 +2,6 @@
 
 from graphpass.compile.compilers import (
     COMPILERS,
-    GraphTrace,
     RegionPass,
     RegionTrace,
     compile_training,
@@ -24,7 +23,6 @@ __all__ = [
     "COMPILERS",
     "CompiledRegion",
     "CompiledRegions",
-    "GraphTrace",
     "PlainRegion",
     "RegionCompiler",
     "RegionPass",

@@ -6,7 +6,7 @@ compiler has no AOT step is traced separately, in a new shape environment, unles
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -105,25 +105,15 @@ class RegionTrace:
     """The result of a trace function for the aten graph of one region."""
 
     result: Any  #: the function's return value, shared by regions of one structure; None if ``problem`` is set
-    problem: str | None  #: why there is no result, or None
-    #: (symbol in the traced graph, the region's own symbol), one pair for each symbol of the inputs.
-    symbols: tuple[tuple[sympy.Expr, sympy.Symbol], ...] = ()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GraphTrace:
-    """The result of a trace function for the aten graph of one structure."""
-
-    result: Any  #: the function's return value; None if ``problem`` is set
-    problem: str | None  #: why there is no result, or None
-    #: The traced graph's expression for each symbol of the structure, in order: a number if tracing fixed the symbol,
-    #: None if no input has it.
-    symbols: tuple[sympy.Expr | None, ...] = ()
+    problem: str | None = None  #: why there is no result, or None
+    #: (its expression in the traced graph, the region's own symbol) for each symbol: a number if tracing fixed it. Of
+    #: the structure's trace, None for a symbol that no input has.
+    symbols: tuple[tuple[sympy.Expr | None, sympy.Symbol], ...] = ()
 
     def of_region(self, symbols: Sequence[sympy.Symbol]) -> RegionTrace:
-        """This trace for a region of the structure; ``symbols`` are the region's, in the order of the structure."""
-        pairs = zip(self.symbols, symbols, strict=True) if self.problem is None else ()
-        return RegionTrace(self.result, self.problem, tuple((one, own) for one, own in pairs if one is not None))
+        """The structure's trace for a region, whose symbols are these, in the order of the structure."""
+        pairs = zip(self.symbols, symbols, strict=self.problem is None)
+        return replace(self, symbols=tuple((traced, own) for (traced, _), own in pairs if traced is not None))
 
 
 class TraceOnce:
@@ -137,7 +127,7 @@ class TraceOnce:
         self._trace = trace
         self._region = graph_module
         self._unused = _unused_ops(graph_module) if runs_as_it_is else frozenset()
-        self._traces: list[GraphTrace] = []
+        self._traces: list[RegionTrace] = []
 
     def __call__(self, aten: fx.GraphModule) -> None:
         """Run the trace function on the aten graph, unless that differs from the region."""
@@ -145,16 +135,16 @@ class TraceOnce:
             problem = _difference(self._region, aten) or self._dropped(aten)
             if problem is None:
                 with symbolic.quiet_shapes(symbolic.fake_mode_of(inputs_of(aten))):
-                    self._traces.append(GraphTrace(self._trace(aten), None))
+                    self._traces.append(RegionTrace(self._trace(aten)))
                 return
         except Exception as error:
             problem = f"its aten graph could not be read: {summary(error)}"
-        self._traces.append(GraphTrace(None, problem))
+        self._traces.append(RegionTrace(None, problem))
 
-    def result(self, symbols: Sequence[sympy.Expr | None]) -> GraphTrace:
-        """The trace over these symbols of its graph, or the problem if the compiler did not call back exactly once."""
+    def result(self, symbols: Iterable[tuple[sympy.Expr | None, sympy.Symbol]]) -> RegionTrace:
+        """The trace with these symbols, or the problem if the compiler did not call back exactly once."""
         if len(self._traces) != 1:
-            return GraphTrace(None, f"its compiler produced {len(self._traces)} aten graphs instead of one")
+            return RegionTrace(None, f"its compiler produced {len(self._traces)} aten graphs instead of one")
         (trace,) = self._traces
         return replace(trace, symbols=tuple(symbols)) if trace.problem is None else trace
 
@@ -163,26 +153,26 @@ class TraceOnce:
         return f"tracing drops {', '.join(sorted(dropped))}, whose results nothing uses" if dropped else None
 
 
-def trace_alone(trace: TraceFunction, graph_module: fx.GraphModule, symbols: Sequence[sympy.Symbol]) -> GraphTrace:
+def trace_alone(trace: TraceFunction, graph_module: fx.GraphModule, symbols: Sequence[sympy.Symbol]) -> RegionTrace:
     """Trace a region that no AOT step compiles, or read it as it is if it is aten already.
 
     ``symbols`` are the region's, in the order of the structure.
     """
     try:
         if any(symbolic.is_unbacked(symbol) for symbol in symbols_of(inputs_of(graph_module))):
-            return GraphTrace(None, "it takes sizes that depend on data")
+            return RegionTrace(None, "it takes sizes that depend on data")
         show = TraceOnce(trace, graph_module, runs_as_it_is=True)
         if _is_aten(graph_module):
             show(graph_module)
-            return show.result(symbols)
+            return show.result(zip(symbols, symbols, strict=True))
         inputs = inputs_within(inputs_of(graph_module), {})
         if inputs is None:
-            return GraphTrace(None, "its inputs have layouts that cannot be reproduced")
+            return RegionTrace(None, "its inputs have layouts that cannot be reproduced")
         with dynamo.tracing_with(inputs.fake_mode):
             dynamo.aot_eager(own_copy(graph_module, keep_shapes=False), inputs.values, show)
-        return show.result([inputs.symbols.get(symbol) for symbol in symbols])
+        return show.result((inputs.symbols.get(symbol), symbol) for symbol in symbols)
     except Exception as error:
-        return GraphTrace(None, f"it cannot be traced to aten: {summary(error)}")
+        return RegionTrace(None, f"it cannot be traced to aten: {summary(error)}")
 
 
 def _is_aten(graph_module: fx.GraphModule) -> bool:

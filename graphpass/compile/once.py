@@ -18,7 +18,6 @@ from torch import fx
 from graphpass.compat import configuration, dynamo, memory, operators, saving, symbolic
 from graphpass.compile.compilers import (
     Compiler,
-    GraphTrace,
     RegionTrace,
     TraceFunction,
     TraceOf,
@@ -155,10 +154,10 @@ class CompiledRegion:
     opaque: bool  #: its kernels bypass torch's dispatcher, so a recorder must treat a call as one op
     #: the traced region, for inputs that no artifact serves; with the changes that the trace function made
     uncompiled: Callable[..., Any]
-    trace: GraphTrace | None  #: the result of the trace function for the aten graph; None without a trace function
+    trace: RegionTrace | None  #: the result of the trace function for the aten graph; None without a trace function
     written_inputs: WrittenInputs | None = None  #: the check that inputs must pass before an artifact runs
-    size_position: int | None = None  #: the position of the input whose value selects from ``sized``
-    sized: tuple[SizedArtifact, ...] = ()  #: the first that serves a size is used instead of ``function``
+    #: the first that serves a size is used instead of ``function``; None if no input is that size
+    sized: tuple[SizedArtifact, ...] | None = None
     guards: tuple[sympy.Basic, ...] = ()  #: what the compilation assumed, over the symbols of the structural key
     tuned: TunedRegion | None = None  #: chooses among variants of the artifacts; None if the region is not to be tuned
     #: without what makes padding neutral, for the graphs of sizes that are not padded; None if there is nothing such
@@ -183,10 +182,7 @@ class CompiledRegion:
         if self.written_inputs is not None and self.written_inputs.defeat_compilers(args):
             return self.uncompiled
         plain = None if self.plain is None else self.plain.function_for(args)
-        if plain is not None or self.size_position is None:
-            return plain or self.function
-        size = (args[self.size_position],)
-        return next((artifact.function for artifact in self.sized if artifact.serves(size)), self.function)
+        return plain or next((one.function for one in self.sized or () if one.serves(args)), self.function)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +238,7 @@ class RegionCompiler:
                     artifact = self._known[key] = _waiting(region, chosen)
                 else:
                     artifact = self._known[key] = _compiled(region, structure, facts, wanted, chosen, trace, tuning)
-                num_new += 0 if isinstance(artifact.function, WaitingFunction) else 1 + len(artifact.sized)
+                num_new += 0 if isinstance(artifact.function, WaitingFunction) else 1 + len(artifact.sized or ())
             if trace is not None:
                 if artifact.trace is None:
                     traced = _traced(region, structure, trace(region))
@@ -261,7 +257,7 @@ def traced_regions(
 
     ``ignores_numbers`` is that of :func:`graphpass.compile.structure.structure_of`, for what reads the traces.
     """
-    results_of: dict[Any, GraphTrace] = {}
+    results_of: dict[Any, RegionTrace] = {}
     traces = {}
     for region in regions:
         try:
@@ -275,12 +271,12 @@ def traced_regions(
     return traces
 
 
-def _traced(region: Any, structure: Structure, trace: TraceFunction) -> GraphTrace:
+def _traced(region: Any, structure: Structure, trace: TraceFunction) -> RegionTrace:
     """The trace of a region that no AOT step compiles."""
     examples = inputs_of(region.graph_module)
     written = WrittenInputs.of(examples, region.mutated_inputs)
     if written is not None and written.overlap(examples):  # AOTAutograd merges them, or fails to
-        return GraphTrace(None, _WRITES_TO_SHARED)
+        return RegionTrace(None, _WRITES_TO_SHARED)
     return trace_alone(trace, region.graph_module, structure.symbols)
 
 
@@ -302,7 +298,7 @@ def _prepared(region: Any, compiler: Compiler) -> tuple[list[Any], WrittenInputs
 
 def _as_traced(graph_module: fx.GraphModule, problem: str) -> CompiledRegion:
     return CompiledRegion(
-        graph_module.forward, opaque=False, uncompiled=graph_module.forward, trace=GraphTrace(None, problem)
+        graph_module.forward, opaque=False, uncompiled=graph_module.forward, trace=RegionTrace(None, problem)
     )
 
 
@@ -335,7 +331,7 @@ def _compiled(
         **settings: Any,
     ) -> SizedArtifact | None:
         """An artifact for sizes within bounds, see :func:`inputs_within`; None if its inputs cannot be reproduced."""
-        inputs = inputs_within(examples, bounds, sizes)
+        inputs = inputs_within(examples, bounds, sizes) if places.keys() >= bounds.keys() else None
         if inputs is None or (written is not None and written.defeat_compilers(inputs.values)):
             return None
         # guard: made_in_variants
@@ -349,27 +345,25 @@ def _compiled(
         if reader and again and again.decisions != reader.decisions:  # guard: made_variants_agree
             return None
         symbols, facts = tuple(map(inputs.symbols.__getitem__, bounds)), symbolic.facts_of(inputs.fake_mode.shape_env)
-        return SizedArtifact(function, tuple(bounds.values()), symbols, facts)
+        return SizedArtifact(function, tuple(places[of] for of in bounds), tuple(bounds.values()), symbols, facts)
 
+    places = symbolic.places_of(examples)
     reader = trace(region) if trace is not None and compiler.functionalizes else None
     show = None if reader is None else TraceOnce(reader, graph_module)
     with dynamo.floats_as_tensors(examples):
         function = compiler.compile(own_copy(graph_module), examples, *([] if show is None else [show]))
     added = [guard for guard in symbolic.facts_of(structure.shape_env) if guard not in known]
-    position, sized = None, list[SizedArtifact | None]()
-    if wanted:
-        symbol = structure.symbols[wanted[0]]
-        position = next((p for p, value in enumerate(examples) if symbolic.expression_of(value) == symbol), None)
-        sized = [within({symbol: bounds}) for bounds in wanted[1] if position is not None]
+    sized = None
+    if wanted and places.get(symbol := structure.symbols[wanted[0]], (0, 0))[1] is None:
+        sized = tuple(filter(None, (within({symbol: bounds}) for bounds in wanted[1])))
     computed = replace(region, graph_module=reader.changed) if reader and reader.changed else region
     return CompiledRegion(
         function,
         opaque=compiler.opaque,
         uncompiled=computed.graph_module.forward,  # guard: made_reference
-        trace=None if show is None else show.result(structure.symbols),
+        trace=None if show is None else show.result(zip(structure.symbols, structure.symbols, strict=True)),
         written_inputs=written,
-        size_position=position,
-        sized=tuple(artifact for artifact in sized if artifact is not None),
+        sized=sized,
         guards=structure.canonical(added),
         tuned=None if tuning is None else TunedRegion(tuning, computed, examples, within),  # guard: tuned_with_made
         plain=PlainRegion(examples, within) if computed is not region and tuning is None else None,

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from graphpass.compat import configuration, symbolic
+from graphpass.compat import configuration
 from graphpass.compile.structure import symbols_of
 from graphpass.compile.tuning import SizedArtifact
 
@@ -23,8 +23,7 @@ class PlainRegion:
     """
 
     def __init__(self, examples: Sequence[Any], compile_within: Callable[..., SizedArtifact | None]) -> None:
-        places = symbolic.places_of(examples)
-        self._places = {symbol: places.get(symbol) for symbol in symbols_of(examples)}
+        self._symbols = symbols_of(examples)
         self._compile_within, self._configured = compile_within, configuration.saved_configuration()
         self._artifact: SizedArtifact | None = None
         self.thread: int | None = None  #: in which the artifact runs at present
@@ -34,17 +33,16 @@ class PlainRegion:
 
     def compile(self) -> bool:
         """Compile the artifact, unless there is one; returns whether there is one now."""
-        if self._artifact is None and None not in self._places.values():
+        if self._artifact is None:
             with self._configured():
-                self._artifact = self._compile_within(dict.fromkeys(self._places, (None, None)), is_plain=True)
+                self._artifact = self._compile_within(dict.fromkeys(self._symbols, (None, None)), is_plain=True)
         return self._artifact is not None
 
     def function_for(self, args: Sequence[Any]) -> Callable[..., Any] | None:
         """The artifact for these arguments; None where it is not chosen or not valid."""
         if self.thread != threading.get_ident() or self._artifact is None:  # guard: plain_in_its_thread
             return None
-        sizes = tuple(args[p] if dim is None else args[p].shape[dim] for p, dim in filter(None, self._places.values()))
-        return self._artifact.function if self._artifact.serves(sizes) else None
+        return self._artifact.function if self._artifact.serves(args) else None
 
 
 @contextlib.contextmanager

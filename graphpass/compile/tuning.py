@@ -20,7 +20,7 @@ from torch import fx
 
 from graphpass.compat import configuration, symbolic
 from graphpass.compile.compilers import summary
-from graphpass.compile.structure import sharing_of, symbols_of
+from graphpass.compile.structure import sharing_of, sizes_at, symbols_of
 from graphpass.ledger import Ledger, Reason, Row
 from graphpass.progress import progress_bar
 from graphpass.report.records import TUNED, UNTUNED, RegionId
@@ -53,13 +53,15 @@ class SizedArtifact:
     """An artifact for a range of sizes of each of some symbols."""
 
     function: Callable[..., Any]
+    places: tuple[tuple[int, int | None], ...]  #: (input, dimension) that has each symbol; None for a number
     bounds: tuple[tuple[int | None, int | None], ...]  #: least and greatest size of each symbol; None for any
     symbols: tuple[sympy.Basic, ...]  #: the symbols in ``guards``; a number for a range of one size
     guards: tuple[sympy.Basic, ...]  #: conditions on the sizes that the compilation added besides the ranges
     _served: dict[tuple[int, ...], bool] = field(default_factory=dict)
 
-    def serves(self, sizes: tuple[int, ...]) -> bool:
-        """Whether the artifact is valid for these sizes; known from the second time on."""
+    def serves(self, args: Sequence[Any]) -> bool:
+        """Whether the artifact is valid for arguments of these sizes; known from the second time on."""
+        sizes = sizes_at(self.places, args)
         if sizes not in self._served:
             numbers = {symbol: sympy.Integer(size) for symbol, size in zip(self.symbols, sizes, strict=True)}
             self._served[sizes] = all(
@@ -169,15 +171,14 @@ class TunedRegion:
         """The function for a call with ``args``; ``untuned`` is the artifact that serves it without tuning."""
         if not self._chosen:
             return untuned
-        sizes, ranges = self._sizes_of(args)
-        chosen = self._chosen.get(ranges)
-        return chosen.function if chosen is not None and chosen.serves(sizes) else untuned
+        chosen = self._chosen.get(self._ranges_of(args))
+        return chosen.function if chosen is not None and chosen.serves(args) else untuned
 
     def tune(self, untuned: Callable[..., Any], args: Sequence[Any], measurement: Measurement) -> float:
         """Choose for the range of these sizes, once; returns the seconds that it took. Written inputs are restored."""
         if not self._is_readable:
             return 0.0
-        sizes, ranges = self._sizes_of(args)
+        ranges = self._ranges_of(args)
         if ranges in self._chosen:
             return 0.0
         if self._tuning is None:
@@ -187,17 +188,16 @@ class TunedRegion:
         start_s = measurement.now()
         try:
             with self._tuning.compiling():  # guard: tuned_as_compiled
-                self._tune(self._tuning, ranges, sizes, untuned, args, measurement)
+                self._tune(self._tuning, ranges, untuned, args, measurement)
         finally:
             spent_s = measurement.now() - start_s
             self._tuning.tuner.spent_s += spent_s
             self._tuning.chosen(self)  # also what an interrupt leaves
         return spent_s
 
-    def _sizes_of(self, args: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The size of each symbol, and the range that it is in."""
-        sizes = tuple(args[p] if dim is None else args[p].shape[dim] for p, dim in filter(None, self._symbols.values()))
-        return sizes, tuple(map(_range_of, sizes))  # guard: tuned_by_range
+    def _ranges_of(self, args: Sequence[Any]) -> tuple[int, ...]:
+        """The range that the size of each symbol is in."""
+        return tuple(map(_range_of, sizes_at(filter(None, self._symbols.values()), args)))  # guard: tuned_by_range
 
     def _where(self, ranges: tuple[int, ...]) -> str:
         return f"{self._id} {_named(ranges)}".rstrip()
@@ -206,7 +206,6 @@ class TunedRegion:
         self,
         tuning: Tuning,
         ranges: tuple[int, ...],
-        sizes: tuple[int, ...],
         untuned: Callable[..., Any],
         args: Sequence[Any],
         measurement: Measurement,
@@ -229,7 +228,7 @@ class TunedRegion:
                         break
                     before.least_s = contest.begun(untuned)
                     try:
-                        made = self._compiled(ranges, sizes, {**kept, **settings})
+                        made = self._compiled(ranges, args, {**kept, **settings})
                         refused = contest.against(name, made.function)
                     except Exception as error:
                         refused = f"it failed: {summary(error)}"
@@ -246,14 +245,15 @@ class TunedRegion:
         finally:
             before.seconds += spent_s + measurement.now() - tuning.tuner.spent_s
 
-    def _compiled(self, ranges: tuple[int, ...], sizes: tuple[int, ...], settings: Mapping[str, Any]) -> SizedArtifact:
+    def _compiled(self, ranges: tuple[int, ...], args: Sequence[Any], settings: Mapping[str, Any]) -> SizedArtifact:
         bounds = {
             symbol: _within(_RANGES[number], self._bounds[symbol])
             for symbol, number in zip(self._symbols, ranges, strict=True)
         }
+        sizes = sizes_at(filter(None, self._symbols.values()), args)
         with torch.inference_mode(False), torch.no_grad():
             made = self._compile_within(bounds, dict(zip(bounds, sizes, strict=True)), settings=settings)
-        if made is None or not made.serves(sizes):
+        if made is None or not made.serves(args):
             raise ValueError("the region cannot be compiled for these sizes alone")
         return made
 

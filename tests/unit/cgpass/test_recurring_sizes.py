@@ -317,7 +317,7 @@ def test_where_the_compilation_fails_the_graph_keeps_its_insertions(
 
 
 def test_another_thread_never_runs_a_plain_artifact() -> None:
-    region = PlainRegion([], lambda _, is_plain: SizedArtifact(len, (), (), ()))
+    region = PlainRegion([], lambda _, is_plain: SizedArtifact(len, (), (), (), ()))
     assert region.compile()
     with chosen([region]):
         assert region.function_for([]) is len

@@ -289,7 +289,7 @@ def test_size_one_is_compiled_for_itself(bench: Bench, rt: gp.GraphRuntime) -> N
 
     def within(bounds: Any, sizes: Any, settings: Any) -> tuning.SizedArtifact:
         compiled.append((list(bounds.values()), settings))
-        return tuning.SizedArtifact(lambda x: (x * 2,), tuple(bounds.values()), tuple(bounds), ())
+        return tuning.SizedArtifact(lambda x: (x * 2,), ((0, 0),), tuple(bounds.values()), tuple(bounds), ())
 
     class Region:
         name, mutated_inputs, graph_module = "r0", (), torch.fx.symbolic_trace(lambda x: (x * 2,))
