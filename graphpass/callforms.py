@@ -84,7 +84,7 @@ class CallForms:
         form = (len(args), *kwargs)
         compiled = self._forms.get(form)
         if compiled is None:
-            if self.is_captured_ahead and not self.runtime.scopes.is_mine():
+            if self.is_captured_ahead and self.runtime.scopes.current() is None:
                 self._fallbacks.report_late(
                     f"a call with {len(args)} positional arguments and {', '.join(kwargs) or 'no others'}"
                 )

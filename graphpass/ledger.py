@@ -107,6 +107,17 @@ class Row:
     driver_bytes: int = 0  #: growth of the driver's memory, for executables
 
 
+@contextlib.contextmanager
+def uncounted(rows: Iterable[Row]) -> Iterator[None]:
+    """Do not count in these rows what happens in the body: it serves no call."""
+    before = [(row, row.n, row.items) for row in rows]
+    try:
+        yield
+    finally:
+        for row, n, items in before:
+            row.n, row.items = n, items
+
+
 @dataclass(slots=True)
 class CountedReason:
     """How often a reason applied to one subject, and where."""

@@ -44,7 +44,7 @@ from graphpass.dispatch.owngraphs import MOST_LOSSES, RecurringSize, Serve
 from graphpass.dispatch.recurring import RecurringKey
 from graphpass.errors import AgreementError, CaptureError, MismatchError, StaticInputError
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
-from graphpass.ledger import CountedReason, Reason, named_sizes
+from graphpass.ledger import CountedReason, Reason, named_sizes, uncounted
 from graphpass.paddedcalls import run
 from graphpass.saved.files import UsedKeys
 
@@ -271,7 +271,7 @@ class AutoDispatcher:
     @contextlib.contextmanager
     def _permission(self, key: RecurringKey) -> Iterator[None]:
         """Permit the capture of a key inside the ``with`` block; afterwards, record whether it succeeded."""
-        with self._runtime.scopes.opened_automatically() as scope:
+        with self._runtime.scopes.held(CaptureScope(is_automatic=True)) as scope:
             if scope is None:
                 raise NoGraphNowError(BUSY)
             try:
@@ -345,7 +345,7 @@ class AutoDispatcher:
         def replay() -> Sequence[Any]:
             return self._graphs.flat(self._key_outputs(call, context, filled, may_capture=may_capture))
 
-        with self._graphs.uncounted(call.key.descriptor):
+        with uncounted(self._graphs.replays(call.key.descriptor)):
             fault, is_noisy = fault_of_padding(PaddedCall(call, self._rules, self._graphs, args, filled, replay))
         name = f"{self._name} {call.key.descriptor}"
         if is_noisy:

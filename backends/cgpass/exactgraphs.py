@@ -94,7 +94,7 @@ class ExactGraphs(RecurringSizes):
                 key.num_graphs = 0
                 self.dropped(size, losses)
                 self._runtime.lease.drop(
-                    [entry.graph for of in self._graphs.wrappers(self._mode) for entry in of.take(key.descriptor)]
+                    [entry.graph for of in self._graphs.wrappers(self._mode) for entry in of.table.take(key.descriptor)]
                 )
 
         self._runtime.lease.turn.when_unused(drop)

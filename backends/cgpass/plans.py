@@ -112,7 +112,7 @@ def plan_of_regions(
         statics=StaticSet.of(args, fixed),
         dynamic_positions=dynamic,
         pattern=pattern,
-        reads=ContextReads.of(value for plan in plans for value in plan.reads.values()),
+        reads=ContextReads.of(value for plan in plans for value in plan.reads.values),
         inputs=InputPlan.joined(inputs, callable_.name),
         rows=tuple(row for plan in plans for row in plan.rows),
         pool_storages=frozenset[int]().union(*(plan.pool_storages for plan in plans)),

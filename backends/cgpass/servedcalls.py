@@ -60,7 +60,7 @@ class ServedCall(ServedSize[PaddedArguments, CallResults]):
         A graph that writes to inputs, returns views of them or reads the context still goes through its wrapper.
         """
         plan, results = entry.plan, self.results
-        reads = plan.reads.numbers or plan.reads.paths or plan.inputs.pool_inputs
+        reads = plan.reads.values or plan.inputs.pool_inputs
         writes = plan.inputs.mutates or results.written
         if reads or writes or entry.outputs.viewed_positions or results.views:
             replay = ServedReplay(self.inputs, results, None, generation=generation)

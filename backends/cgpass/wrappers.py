@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ from graphpass.compat import sideeffects, trees
 from graphpass.compile import CompiledRegion, RegionTrace
 from graphpass.context import ForwardContext, entered
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
+from graphpass.ledger import Row
 from graphpass.options import Settings
 from graphpass.regions.split import Partition
 from graphpass.regions.wrappertensors import WrappedTensors
@@ -86,15 +86,11 @@ class CallableGraphs:
 
     def entries_at(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> list[Sequence[GraphEntry]]:
         """The graphs of a key, for each wrapper."""
-        return [wrapper.entries_at(descriptor) for wrapper in self.wrappers(mode)]
+        return [wrapper.table.at(descriptor) for wrapper in self.wrappers(mode)]
 
-    @contextlib.contextmanager
-    def uncounted(self, descriptor: BatchDescriptor) -> Iterator[None]:
-        """Do not count replays of a key in the body: they test its graphs and serve no call."""
-        with contextlib.ExitStack() as stack:
-            for wrapper in (self.full, *self.wrappers(CUDAGraphMode.PIECEWISE)):
-                stack.enter_context(wrapper.uncounted(descriptor))
-            yield
+    def replays(self, descriptor: BatchDescriptor) -> list[Row]:
+        """The counts of a key's replays, for each wrapper."""
+        return [wrapper.replays(descriptor) for wrapper in (self.full, *self.wrappers(CUDAGraphMode.PIECEWISE))]
 
     def plan_at(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> ReplayPlan | None:
         """The plan that replays all PIECEWISE graphs of a key for these arguments; None if there is none."""

@@ -9,7 +9,7 @@ without a graph; a difference is the capture's fault.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -41,57 +41,48 @@ _COMPILED: Mapping[torch.dtype, float] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class EagerRun:
-    """Results and effects of one call without a graph."""
+def compared(
+    entry: GraphEntry,
+    runnable: Callable[..., Any],
+    leaves: Sequence[Any],
+    context: ForwardContext,
+    device: torch.device,
+) -> Callable[[Sequence[Any], Sequence[Any]], None]:
+    """Run the region of ``entry`` without a graph, on copies of what it writes, and leave the generators as they are.
 
-    entry: GraphEntry  #: the graph of the same call
-    key: str  #: mode and padded shape, as errors show them
-    observed: Sequence[Observed]  #: tensors that the regions inside returned, in order
-    outputs: Sequence[Any]  #: flat outputs
-    leaves: Sequence[Any]  #: the arguments after the call; copies of those that the call may write to
+    Returns a function that compares with it the outputs of a replay, and the arguments after that.
+    """
+    name, key = str(entry.region), f"{context.runtime_mode} {context.batch_descriptor}"
+    copies = clone_pool_tensors(leaves, storage_ids(leaves[position] for position in entry.written))
+    observed: list[Observed] = []
+    inside = RegionCalls(_plainly, observed, before=partial(_compiler_check, key, device))
+    generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
+    with restoring([], generators, device), entered(replace(context, capture=inside)), torch.no_grad():
+        args, kwargs = trees.unflatten(copies, entry.plan.statics.spec)
+        eager = trees.flatten(inside.call(name, runnable, args, kwargs))[0]
 
-    @classmethod
-    def of(
-        cls,
-        entry: GraphEntry,
-        runnable: Callable[..., Any],
-        leaves: Sequence[Any],
-        context: ForwardContext,
-        device: torch.device,
-    ) -> EagerRun:
-        """Run the region of ``entry`` on copies of ``leaves``, and leave the random number generators as they are."""
-        key = f"{context.runtime_mode} {context.batch_descriptor}"
-        copies = clone_pool_tensors(leaves, storage_ids(leaves[position] for position in entry.written))
-        observed: list[Observed] = []
-        inside = RegionCalls(_plainly, observed, before=partial(_compiler_check, key, device))
-        generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
-        with restoring([], generators, device), entered(replace(context, capture=inside)), torch.no_grad():
-            args, kwargs = trees.unflatten(copies, entry.plan.statics.spec)
-            outputs = trees.flatten(inside.call(str(entry.region), runnable, args, kwargs))[0]
-        return cls(entry, key, observed, outputs, copies)
-
-    def compare(self, outputs: Sequence[Any], leaves: Sequence[Any]) -> None:
-        """Compare with what a replay returned and left."""
-        name = str(self.entry.region)
-        for found, expected in zip(self.entry.observed, self.observed, strict=True):
-            self._refuse(found.region, f"output {found.index}", found.tensor, expected.tensor)
-        for index, (result, reference) in enumerate(zip(outputs, self.outputs, strict=True)):
+    def compare(outputs: Sequence[Any], left: Sequence[Any]) -> None:
+        for seen, expected in zip(entry.observed, observed, strict=True):
+            _refuse(seen.region, key, f"output {seen.index}", seen.tensor, expected.tensor)
+        for index, (result, reference) in enumerate(zip(outputs, eager, strict=True)):
             if isinstance(reference, torch.Tensor):
-                self._refuse(name, f"output {index}", result, reference)
+                _refuse(name, key, f"output {index}", result, reference)
             elif result != reference:
-                raise _mismatch(name, self.key, f"output {index}", "a replay", repr(result), repr(reference))
-        for position in self.entry.written:
-            what = f"input {self.entry.plan.inputs.names[position]!r} after the call"
-            self._refuse(name, what, leaves[position], self.leaves[position])
+                raise _mismatch(name, key, f"output {index}", "a replay", repr(result), repr(reference))
+        for position in entry.written:
+            what = f"input {entry.plan.inputs.names[position]!r} after the call"
+            _refuse(name, key, what, left[position], copies[position])
 
-    def _refuse(self, region: str, what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-        if found.shape != expected.shape or found.dtype != expected.dtype:
-            shown = [f"{tuple(t.shape)} {t.dtype}" for t in (found, expected)]
-            raise _mismatch(region, self.key, what, "a replay", *shown)
-        difference = first_difference(found, expected)
-        if difference is not None:
-            raise _mismatch(region, self.key, what, "a replay", str(difference), "what the same code returns eagerly")
+    return compare
+
+
+def _refuse(region: str, key: str, what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        shown = [f"{tuple(t.shape)} {t.dtype}" for t in (found, expected)]
+        raise _mismatch(region, key, what, "a replay", *shown)
+    difference = first_difference(found, expected)
+    if difference is not None:
+        raise _mismatch(region, key, what, "a replay", difference, "what the same code returns eagerly")
 
 
 def _plainly(runnable: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -119,7 +110,7 @@ def _compiler_check(
                 difference = _compiled_difference(found, reference)
                 if difference is not None:
                     as_traced = "what the region returns as it was traced"
-                    raise _mismatch(region, key, f"output {index}", "compiled code", str(difference), as_traced)
+                    raise _mismatch(region, key, f"output {index}", "compiled code", difference, as_traced)
 
     return refuse
 
@@ -137,22 +128,8 @@ def _mismatch(region: str, key: str, what: str, who: str, found: str, expected: 
 # -- differences of tensors --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """Where and how much two tensors differ."""
-
-    row: int | None  #: the first index along dimension 0 at which they differ; None for tensors without dimensions
-    num_rows: int  #: the number of such indices
-    magnitude: float  #: the largest absolute difference; NaN if an entry is NaN in only one tensor
-    relative: float  #: ``magnitude`` divided by the largest expected magnitude
-
-    def __str__(self) -> str:
-        where = "" if self.row is None else f"row {self.row} (of {self.num_rows} rows that differ), "
-        return f"{where}largest difference {self.magnitude:.3g}, relative {self.relative:.3g}"
-
-
-def first_difference(found: torch.Tensor, expected: torch.Tensor) -> Difference | None:
-    """The difference of ``found`` from ``expected`` beyond rounding; None if there is none. NaN equals NaN."""
+def first_difference(found: torch.Tensor, expected: torch.Tensor) -> str | None:
+    """Where and how much ``found`` differs from ``expected`` beyond rounding, or None. NaN equals NaN."""
     relative, absolute = _REPLAY.get(_real(expected.dtype), (0.0, 0.0))
     found, expected = _wide(found), _wide(expected)
     if not expected.is_floating_point():
@@ -160,7 +137,7 @@ def first_difference(found: torch.Tensor, expected: torch.Tensor) -> Difference 
     return _difference(found, expected, torch.isclose(found, expected, rtol=relative, atol=absolute, equal_nan=True))
 
 
-def _compiled_difference(found: torch.Tensor, expected: torch.Tensor) -> Difference | None:
+def _compiled_difference(found: torch.Tensor, expected: torch.Tensor) -> str | None:
     """:func:`first_difference` between compiled and traced code, with a tolerance relative to each row's norm."""
     share = _COMPILED.get(_real(expected.dtype))
     if share is None or not expected.numel():
@@ -202,19 +179,16 @@ def _same(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return (found == expected) | (found.isnan() & expected.isnan())
 
 
-def _difference(found: torch.Tensor, expected: torch.Tensor, close: torch.Tensor) -> Difference | None:
+def _difference(found: torch.Tensor, expected: torch.Tensor, close: torch.Tensor) -> str | None:
     if bool(close.all()):
         return None
     rows = (~close).reshape(close.shape[0], -1).any(dim=1).nonzero().flatten() if close.dim() else None
+    where = "" if rows is None else f"row {int(rows[0])} (of {len(rows)} rows that differ), "
     wide_found, wide = found.to(torch.float64), expected.to(torch.float64)
     magnitude = float((wide_found - wide).abs().max())
     scale = float(wide.abs().nan_to_num().max())
-    return Difference(
-        row=None if rows is None else int(rows[0]),
-        num_rows=1 if rows is None else len(rows),
-        magnitude=magnitude,
-        relative=magnitude / scale if scale else float("inf"),
-    )
+    relative = magnitude / scale if scale else float("inf")
+    return f"{where}largest difference {magnitude:.3g}, relative {relative:.3g}"
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,27 +22,16 @@ from graphpass.compat.memory import is_lazy, with_bits_of
 
 
 @dataclass(frozen=True, slots=True)
-class _ViewOfInput:
-    """An output in the memory of an input."""
-
-    position: int  #: of the input
-    byte_offset: int  #: after the input's first byte
-    like: torch.Tensor  #: meta tensor with shape, strides, dtype and lazy bits of the output
-    whole: bool  #: the output is the input itself
-
-    def rebuild(self, leaves: Sequence[Any]) -> torch.Tensor:
-        leaf: torch.Tensor = leaves[self.position]
-        return leaf if self.whole else view_of(leaf, self.like, self.byte_offset)
-
-
-@dataclass(frozen=True, slots=True)
 class OutputPlan:
     """How to build the outputs of one entry after a replay."""
 
     pool_outputs: tuple[torch.Tensor, ...]  #: the outputs in pool memory, as tensors that do not keep it reserved
     pool_storages: frozenset[int]  #: addresses of the storages they lie in
     viewed_positions: frozenset[int]  #: the inputs that some output is a view of
-    _parts: tuple[Any, ...]
+    _parts: tuple[Any, ...]  # the outputs that are the same in each replay
+    #: (index, position of the input, bytes after its start, layout) of the outputs in the memory of an input; without a
+    #: layout the output is the input itself
+    _views: tuple[tuple[int, int, int, torch.Tensor | None], ...]
     _clone_groups: tuple[tuple[int, ...], ...]
 
     @classmethod
@@ -59,12 +48,14 @@ class OutputPlan:
             if isinstance(leaf, torch.Tensor) and storage_id(leaf):
                 owners.setdefault(storage_id(leaf), []).append(position)
         parts: list[Any] = []
+        views: list[tuple[int, int, int, torch.Tensor | None]] = []
         in_pool: dict[int, torch.Tensor] = {}
-        for output in outputs:
+        for index, output in enumerate(outputs):
             if not isinstance(output, torch.Tensor):
                 parts.append(output)
             elif storage_id(output) in owners:
-                parts.append(_view_of_input(output, graph_inputs, owners[storage_id(output)]))
+                views.append((index, *_view_of_input(output, graph_inputs, owners[storage_id(output)])))
+                parts.append(None)
             elif storage_id(output) in elsewhere:
                 parts.append(output)
             else:
@@ -73,14 +64,18 @@ class OutputPlan:
         return cls(
             pool_outputs=tuple(in_pool.values()),
             pool_storages=storages,
-            viewed_positions=frozenset(part.position for part in parts if isinstance(part, _ViewOfInput)),
+            viewed_positions=frozenset(position for _, position, *_ in views),
             _parts=tuple(parts),
+            _views=tuple(views),
             _clone_groups=_groups_by_storage(parts, storages),
         )
 
     def build(self, leaves: Sequence[Any]) -> list[Any]:
         """The flat outputs of this replay, for the arguments ``leaves``; those in pool memory are always the same."""
-        return [part.rebuild(leaves) if isinstance(part, _ViewOfInput) else part for part in self._parts]
+        built = list(self._parts)
+        for index, position, byte_offset, like in self._views:
+            built[index] = leaves[position] if like is None else view_of(leaves[position], like, byte_offset)
+        return built
 
     def for_caller(self, built: Sequence[Any], *, clone: bool) -> list[Any]:
         """``built`` with pool outputs cloned, or as new tensor objects, which the caller may reshape in place."""
@@ -99,15 +94,17 @@ class OutputPlan:
         ]
 
 
-def _view_of_input(output: torch.Tensor, graph_inputs: Sequence[Any], candidates: Sequence[int]) -> _ViewOfInput:
-    # Layout only: holding the output itself would keep a parameter's memory alive.
-    layout = with_bits_of(torch.empty_strided(output.shape, output.stride(), dtype=output.dtype, device="meta"), output)
+def _view_of_input(
+    output: torch.Tensor, graph_inputs: Sequence[Any], candidates: Sequence[int]
+) -> tuple[int, int, torch.Tensor | None]:
     for candidate in candidates:
         if graph_inputs[candidate] is output:
-            return _ViewOfInput(candidate, 0, layout, whole=True)
+            return candidate, 0, None
+    # Layout only: holding the output itself would keep a parameter's memory alive.
+    layout = with_bits_of(torch.empty_strided(output.shape, output.stride(), dtype=output.dtype, device="meta"), output)
     # Inputs that share the storage keep their relative offsets (the alias pattern), so any of them can be the base.
     position = candidates[0]
-    return _ViewOfInput(position, _first_byte(output) - _first_byte(graph_inputs[position]), layout, whole=False)
+    return position, _first_byte(output) - _first_byte(graph_inputs[position]), layout
 
 
 def _first_byte(tensor: torch.Tensor) -> int:

@@ -433,8 +433,7 @@ class InputPlan:
                 )
         for position, value in self.constants:
             found = args[position]
-            # guard: constant_types, constants
-            if found is not value and (type(found) is not type(value) or found != value):
+            if found is not value and _differs(found, value):  # guard: constants
                 raise CaptureError(
                     f"argument {self.names[position]} of {self.owner} is baked into the graph of {self.key}",
                     expected=repr(value),
@@ -512,40 +511,31 @@ ContextPath = tuple[tuple[str, Any], ...]
 class ContextReads:
     """The values that one graph read from its context at capture, which each replay compares with its own context."""
 
-    numbers: tuple[tuple[ContextPath, Any], ...]  #: (path, value) of every value that is no tensor
-    paths: tuple[ContextPath, ...]  #: path of each tensor in the context
-    addresses: list[int | None]  #: address of each tensor at capture
-    tensors: tuple[torch.Tensor, ...]  #: strong references: the addresses are not reused while the entry lives
+    #: (path, value) of all, tensors last; the references keep the addresses from being reused while the entry lives
+    values: tuple[tuple[ContextPath, Any], ...]
+    addresses: list[int | None]  #: of the tensors at capture
     #: the ways to the values as a tree: for each node the index of its parent, 0 for the context, and the way from it
     _nodes: tuple[tuple[int, str, Any], ...] = field(repr=False)
-    _at: tuple[int, ...] = field(repr=False)  # the index of the node of each value, from 1, as in :meth:`values`
+    _at: tuple[int, ...] = field(repr=False)  # the index of the node of each value, from 1
 
     @classmethod
     def of(cls, values: Iterable[tuple[ContextPath, Any]]) -> ContextReads:
         """The reads of these values, each path once; graphs of one key were captured under one context."""
-        found = dict(values)
-        tensors = {path: value for path, value in found.items() if isinstance(value, torch.Tensor)}
+        found = sorted(dict(values).items(), key=lambda read: isinstance(read[1], torch.Tensor))
         at: dict[ContextPath, int] = {(): 0}
-        for path in found:
+        for path, _ in found:
             for length in range(1, len(path) + 1):
                 at.setdefault(path[:length], len(at))
-        numbers = tuple((path, value) for path, value in found.items() if path not in tensors)
         return cls(
-            numbers=numbers,
-            paths=tuple(tensors),
-            addresses=[tensor.data_ptr() for tensor in tensors.values()],
-            tensors=tuple(tensors.values()),
+            values=tuple(found),
+            addresses=[value.data_ptr() for _, value in found if isinstance(value, torch.Tensor)],
             _nodes=tuple((at[path[:-1]], *path[-1]) for path in at if path),
-            _at=tuple(at[path] for path in (*dict(numbers), *tensors)),
+            _at=tuple(at[path] for path, _ in found),
         )
 
     def beside(self, name: str) -> ContextReads:
         """The reads of all attributes of the context but one."""
-        return self.of((path, value) for path, value in self.values() if path[0] != ("attribute", name))
-
-    def values(self) -> Iterator[tuple[ContextPath, Any]]:
-        """All values with their paths."""
-        return iter((*self.numbers, *zip(self.paths, self.tensors, strict=True)))
+        return self.of((path, value) for path, value in self.values if path[0] != ("attribute", name))
 
     def check(self, context: ForwardContext, name: str) -> None:
         """Compare with the context of a replay; for errors see :meth:`ReplayPlan.check`."""
@@ -557,21 +547,21 @@ class ContextReads:
                 found_at.append(getattr(found_at[parent], part) if kind == "attribute" else found_at[parent][part])
             except (AttributeError, LookupError, TypeError):
                 found_at.append(None)
-        now = [found_at[index] for index in self._at]
-        for (path, value), found in zip(self.numbers, now, strict=False):
-            if found is not value and (type(found) is not type(value) or found != value):
+        now, num_plain = [found_at[index] for index in self._at], len(self.values) - len(self.addresses)
+        for (path, value), found in zip(self.values[:num_plain], now, strict=False):
+            if found is not value and _differs(found, value):
                 raise CaptureError(
                     f"{_shown(path)} of the forward context is baked into the graph of {name}",
                     expected=repr(value),
                     found=repr(found),
                     remedy="put it into the key, BatchDescriptor(..., extra=((name, value),)), or pass it in a tensor",
                 )
-        now = now[len(self.numbers) :]
+        now = now[num_plain:]
         if all(map(isinstance, now, itertools.repeat(torch.Tensor))) and memory.data_ptrs_equal(
             now, self.addresses, list(range(len(now)))
         ):
             return
-        for path, address, tensor in zip(self.paths, self.addresses, now, strict=True):
+        for (path, _), address, tensor in zip(self.values[num_plain:], self.addresses, now, strict=True):
             if not isinstance(tensor, torch.Tensor) or tensor.data_ptr() != address:  # guard: context_addresses
                 raise StaticInputError(
                     f"{_shown(path)} of the forward context was read by the graph of {name} at capture",
@@ -579,6 +569,14 @@ class ContextReads:
                     found=f"{tensor.data_ptr():#x}" if isinstance(tensor, torch.Tensor) else repr(tensor),
                     remedy="keep one tensor and refill it in place (`tensor.copy_(new)`)",
                 )
+
+
+NOTHING_READ = ContextReads.of(())
+
+
+def _differs(found: Any, captured: Any) -> bool:
+    """Whether a value that is no tensor is not the one that a graph has baked in; 1, 1.0 and True differ, too."""
+    return type(found) is not type(captured) or found != captured  # guard: constant_types
 
 
 def _shown(path: ContextPath) -> str:

@@ -317,7 +317,7 @@ class GraphRuntime:
     def is_captured_ahead(self, frame: int | None) -> bool:
         """Whether a function, by the id of its frame, was captured ahead, and the caller has no capture scope open."""
         of_frame = {known.name for known in self._callables if known.frame == frame is not None}
-        return not of_frame.isdisjoint(self._captured_ahead) and not self.scopes.is_mine()
+        return not of_frame.isdisjoint(self._captured_ahead) and self.scopes.current() is None
 
     def owned(self, kind: type[_Owned]) -> _Owned:
         """This runtime's single instance of ``kind``, created at first use; compilers share state through it."""
@@ -383,7 +383,7 @@ class GraphRuntime:
 
     def retraced(self, name: str) -> None:
         """Record that torch.compile traced the function of callable ``name`` again and got the same graph."""
-        is_late = not self.scopes.is_mine() and any(
+        is_late = self.scopes.current() is None and any(
             table.region.callable == name and table.descriptors() for table in self._alive()
         )
         reason = dynamo.recompile_reason()

@@ -141,10 +141,6 @@ class CaptureScopes:
             return Permission.AUTOMATIC if scope.is_automatic else Permission.SCOPE
         return Permission.LAZY if policy.lazy_capture else Permission.NEVER
 
-    def is_mine(self) -> bool:
-        """Whether this thread opened the scope that is open now."""
-        return self._thread == threading.get_ident()
-
     def is_any_open(self) -> bool:
         """Whether a scope is open in any thread."""
         return self._lock.locked()
@@ -156,7 +152,7 @@ class CaptureScopes:
         For many captures use :meth:`GraphRuntime.capturing <graphpass.capture.runtime.GraphRuntime.capturing>`, which
         also freezes existing objects for the garbage collector.
         """
-        with self._held(CaptureScope()) as scope:
+        with self.held(CaptureScope()) as scope:
             if scope is None:
                 raise CaptureError(
                     "this runtime is capturing already",
@@ -166,12 +162,9 @@ class CaptureScopes:
                 )
             yield scope
 
-    def opened_automatically(self) -> contextlib.AbstractContextManager[CaptureScope | None]:
-        """Allow this thread's auto dispatcher to capture during one call; yields None if a scope is open already."""
-        return self._held(CaptureScope(is_automatic=True))
-
     @contextlib.contextmanager
-    def _held(self, scope: CaptureScope) -> Iterator[CaptureScope | None]:
+    def held(self, scope: CaptureScope) -> Iterator[CaptureScope | None]:
+        """Open this scope for this thread, in the body; yields None if a scope is open already."""
         if not self._lock.acquire(blocking=False):
             yield None
             return

@@ -14,17 +14,16 @@ The wrapper does not choose keys: the dispatcher chooses one, and the forward co
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from graphpass.capture.compare import EagerRun
-from graphpass.capture.recorder import Call, InputRoles, Recorder
+from graphpass.capture.compare import compared
+from graphpass.capture.recorder import Call, Recorder
 from graphpass.capture.replay import (
     EntryTable,
     GraphEntry,
@@ -106,19 +105,19 @@ class CUDAGraphWrapper:
         self._runtime = runtime
         self.region = name if isinstance(name, RegionId) else RegionId(name)
         self.name = str(self.region)
-        self._roles = InputRoles(
-            static=frozenset(static_inputs),
-            mutated=frozenset(mutated_inputs),
-            module_owned=frozenset(module_inputs),
-            layout=frozenset(layout_inputs),
-            names=tuple(input_names),
-        )
+        self._roles = {
+            "static": frozenset(static_inputs),
+            "mutated": frozenset(mutated_inputs),
+            "module_owned": frozenset(module_inputs),
+            "layout": frozenset(layout_inputs),
+        }
+        self._input_names = tuple(input_names)
         self._policy = policy or CapturePolicy()
         self._clones = self._policy.clones_outputs
-        self._entries = EntryTable(self.region, self.mode)
-        self._recorder = Recorder(self._entries, runnable, runtime, self._policy)
+        self.table = EntryTable(self.region, self.mode)  #: its graphs, by key
+        self._recorder = Recorder(self.table, runnable, runtime, self._policy)
         self._flat_spec: Any = None
-        runtime.adopt(self._entries, shows_stale=self._policy.compare)
+        runtime.adopt(self.table, shows_stale=self._policy.compare)
 
     def unwrap(self) -> Callable[..., Any]:
         """The innermost runnable, where wrappers are nested."""
@@ -170,7 +169,7 @@ class CUDAGraphWrapper:
 
     def entry_for(self, descriptor: BatchDescriptor, args: list[Any]) -> GraphEntry | None:
         """The graph that replays a :meth:`call_flat` with these arguments; None if there is none yet."""
-        return self._entries.find(descriptor, args, self._spec_of(args))[0]
+        return self.table.find(descriptor, args, self._spec_of(args))[0]
 
     def _spec_of(self, args: Sequence[Any]) -> Any:
         if self._flat_spec is None or self._flat_spec.num_leaves != len(args):
@@ -188,7 +187,7 @@ class CUDAGraphWrapper:
         try:
             descriptor, recorded = context.batch_descriptor, None
             assert descriptor is not None, "FULL and PIECEWISE come with a descriptor"
-            entry, elsewhere = self._entries.find(descriptor, leaves, spec)
+            entry, elsewhere = self.table.find(descriptor, leaves, spec)
             if entry is None:
                 entry, recorded = self._missing(context, descriptor, leaves, spec, elsewhere)
                 if entry is None:
@@ -199,15 +198,15 @@ class CUDAGraphWrapper:
             clones = self._clones if clone is None else clone
             if plan.inputs.mutates or entry.outputs.viewed_positions:  # guard: stale_arguments_in_views
                 leaves = lease.without_stale(leaves, plan.dynamic_positions)
-            expected = None
+            compare = None
             if self._policy.compare:
-                expected = EagerRun.of(entry, self._runnable, leaves, context, lease.device_for(leaves).device)
+                compare = compared(entry, self._runnable, leaves, context, lease.device_for(leaves).device)
             lease.forward_entries.append(entry)
             with without_grad():
                 replayed = plan.run(leaves, lease) if recorded is None else self._first_replay(plan, leaves, descriptor)
                 results = outputs.for_caller(replayed, clone=clones)
-            if expected is not None:
-                expected.compare(results, leaves)
+            if compare is not None:
+                compare(results, leaves)
             if recorded is not None and not clones:
                 results = outputs.owning(results, recorded)
             if is_outermost and self._policy.compare and not clones:
@@ -221,7 +220,7 @@ class CUDAGraphWrapper:
         """Replay a graph right after its capture, and keep the host time, for the estimate of the time saved."""
         start_s = time.perf_counter()
         replayed = plan.run(leaves, self._runtime.lease)
-        row = self._replays(descriptor)
+        row = self.replays(descriptor)
         row.least_s = min(row.least_s, time.perf_counter() - start_s)
         return replayed
 
@@ -251,7 +250,8 @@ class CUDAGraphWrapper:
             return elsewhere, None
         args, kwargs = trees.unflatten(leaves, spec)
         try:
-            return self._capture(context, descriptor, Call.of(args, kwargs, self._roles, spec=spec), permission)
+            call = Call.of(args, kwargs, self._roles, self._input_names, spec=spec)
+            return self._capture(context, descriptor, call, permission)
         except Exception as error:
             scope = self._runtime.scopes.current()
             is_alone = not isinstance(error, AgreementError)  # else the other ranks are elsewhere
@@ -269,13 +269,13 @@ class CUDAGraphWrapper:
     def _capture(
         self, context: ForwardContext, descriptor: BatchDescriptor, call: Call, permission: Permission
     ) -> tuple[GraphEntry, Sequence[Any]]:
-        table = self._entries
+        table = self.table
         key = table.keys.get(descriptor) or KeyEntries()
         baked = self._static_positions_for_new_graph(context, descriptor, key, call, permission)
         table.keys[descriptor] = key
         entry, recorded = self._recorder.record(context, call, baked)
         table.add(key, call.leaves, call.module_owned, entry)
-        row = self._replays(descriptor)
+        row = self.replays(descriptor)
         freed = functools.partial(_drop_freed, weakref.ref(self), weakref.ref(key), descriptor, id(entry), row, row.n)
         for position in call.module_owned.intersection(entry.plan.statics.positions):
             died = functools.partial(freed, position)
@@ -393,9 +393,9 @@ class CUDAGraphWrapper:
             )
 
     def _not_captured(self, descriptor: BatchDescriptor) -> CaptureError:
-        captured = ", ".join(sorted(str(key) for key in self._entries.descriptors())) or "nothing"
+        captured = ", ".join(sorted(str(key) for key in self.table.descriptors())) or "nothing"
         found = f"captured at {self.mode}: {captured}"
-        if self._entries.at(descriptor):
+        if self.table.at(descriptor):
             found += "; this key with other arguments, or with inputs that share memory in another way"
         older = self._runtime.recompiled_from(self.region, self.mode, descriptor)
         if older is not None:
@@ -411,32 +411,15 @@ class CUDAGraphWrapper:
 
     def counts(self) -> Mapping[BatchDescriptor, Counts]:
         """Warm-ups, captures, replays and copies so far, for each key."""
-        return {use.key: use.counts for use in self._entries.uses(self._runtime.ledger)}
+        return {use.key: use.counts for use in self.table.uses(self._runtime.ledger)}
 
-    @contextlib.contextmanager
-    def uncounted(self, descriptor: BatchDescriptor) -> Iterator[None]:
-        """Do not count replays of a key in the body of the ``with``: they test the graph and serve no call."""
-        row = self._replays(descriptor)
-        before = row.n, row.items
-        try:
-            yield
-        finally:
-            row.n, row.items = before
-
-    def _replays(self, descriptor: BatchDescriptor) -> Row:
+    def replays(self, descriptor: BatchDescriptor) -> Row:
+        """The counts of replays of a key."""
         return self._runtime.ledger.rows(self.region, "replayed")[self.mode, descriptor]
 
     def captured(self) -> list[BatchDescriptor]:
         """The descriptors that have a graph now."""
-        return self._entries.descriptors()
-
-    def entries_at(self, descriptor: BatchDescriptor) -> Sequence[GraphEntry]:
-        """The graphs of a key: one for each set of static inputs and alias pattern."""
-        return self._entries.at(descriptor)
-
-    def take(self, descriptor: BatchDescriptor) -> Sequence[GraphEntry]:
-        """Remove the graphs of a key, and return them for the pool's lease to drop."""
-        return self._entries.take(descriptor)
+        return self.table.descriptors()
 
 
 def _drop_freed(

@@ -336,7 +336,7 @@ class CapturedKeys:
             self._states[call.callable] = state
         plan, has_context = call.plan, self._model.attention is not None
         flat_of = tuple if call.callable.returns_flat else _flat
-        if plan is not None and (plan.reads.numbers or plan.reads.paths):
+        if plan is not None and plan.reads.values:
             has_context = True  # guard: steps_that_read_the_context
         return {
             "plan": plan,

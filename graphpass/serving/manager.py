@@ -25,7 +25,7 @@ from graphpass.dispatch.dispatcher import CudagraphDispatcher
 from graphpass.dispatch.dispatchkeys import Dispatch, DispatchReason
 from graphpass.errors import CaptureError, OptionError, ShapeError, positive
 from graphpass.keys import BatchDescriptor, CUDAGraphMode, resolve_mode
-from graphpass.ledger import Ledger, Row
+from graphpass.ledger import Ledger, Row, uncounted
 from graphpass.paddedcalls import run
 from graphpass.ranks.conversation import IDLE_TOKENS, AgreedSteps
 from graphpass.ranks.decision import AgreedStep
@@ -433,12 +433,9 @@ class CudaGraphManager:
         rows = [row for row, _ in captured.plan.rows] if captured.plan is not None else []
 
         def run_example(inputs: Mapping[str, torch.Tensor] | None = None) -> Any:
-            before = [(row.n, row.items) for row in rows]
-            batch = Batch(sizes["num_tokens"], inputs=inputs, attention=attention)
-            result = self._replayed(step, batch, captured, known, checked)
-            for row, counts in zip(rows, before, strict=True):
-                row.n, row.items = counts
-            return result
+            with uncounted(rows):
+                batch = Batch(sizes["num_tokens"], inputs=inputs, attention=attention)
+                return self._replayed(step, batch, captured, known, checked)
 
         return run_example
 
