@@ -61,7 +61,7 @@ class AutoDispatcher:
         self._generation = self._runtime.lease.generation
         self._knows_replays = rules.mode is CUDAGraphMode.FULL and not self._settings.policy.compare
         self.used: UsedKeys | None = None  #: with ``warm_start``: written when the graphs are dropped
-        self._runtime.adopt_dispatcher(self)
+        self._runtime.adopt(self)
 
     def call(self, args: Sequence[Any], scope: CaptureScope | None) -> Any:
         """Replay, capture, or run the compiled regions without graphs."""

@@ -38,6 +38,15 @@ def total_bytes(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
+def device_bytes(device: torch.device) -> tuple[int, int]:
+    """(bytes of torch's allocator, bytes of a GPU in use beside it) now; none of the CPU."""
+    if device.type != "cuda":
+        return 0, 0
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    return reserved, int(total - free) - reserved
+
+
 class CudaDevice:
     """Captures CUDA graphs of one GPU into one memory pool.
 
@@ -120,10 +129,8 @@ class CudaDevice:
         return seconds
 
     def reading(self) -> tuple[int, int]:
-        """(bytes of torch's allocator, bytes of the device in use beside it) now."""
-        free, total = torch.cuda.mem_get_info(self.device)
-        reserved = torch.cuda.memory_reserved(self.device)
-        return reserved, total - free - reserved
+        """See :func:`device_bytes`."""
+        return device_bytes(self.device)
 
     def drop(self, graph: Any) -> None:
         """Reset a graph that is never replayed again, once the device has finished its replays."""
@@ -315,34 +322,32 @@ class RecordingStream:
             PROCESS_MEMORY.remove_stream(self._address)
 
 
-class ExecutableCopies:
-    """Further executables of recorded graphs, never launched: they show how much device memory executables use.
+@contextlib.contextmanager
+def executable_copies() -> Iterator[Callable[[Sequence[Any]], bool]]:
+    """Makes further executables of recorded graphs, never launched: they show how much device memory executables use.
 
     The driver reuses the memory of earlier executables, so a few new ones often show no increase; as many as a ladder
-    will have show what the ladder will use. Instantiating an executable is much cheaper than a capture.
+    will have show what the ladder will use. Instantiating an executable is much cheaper than a capture. Yields a
+    function that instantiates each recording, captured with ``keep_graph=True``, once more; it returns whether all
+    succeeded: the driver allows only one executable of a graph that allocates memory.
     """
+    made: list[ctypes.c_void_p] = []
 
-    def __init__(self) -> None:
-        self._made: list[ctypes.c_void_p] = []
-
-    def add(self, recordings: Sequence[Any]) -> bool:
-        """Instantiate each recording, captured with ``keep_graph=True``, once more; returns whether all succeeded.
-
-        The driver allows only one executable of a graph that allocates memory.
-        """
+    def add(recordings: Sequence[Any]) -> bool:
         for recording in recordings:
-            made, source = ctypes.c_void_p(), ctypes.c_void_p(recording.raw_cuda_graph())
-            if driver().cuGraphInstantiateWithFlags(ctypes.byref(made), source, _AS_TORCH_MAKES_THEM):
+            copy, source = ctypes.c_void_p(), ctypes.c_void_p(recording.raw_cuda_graph())
+            if driver().cuGraphInstantiateWithFlags(ctypes.byref(copy), source, _AS_TORCH_MAKES_THEM):
                 return False
-            self._made.append(made)
+            made.append(copy)
         return True
 
-    def close(self) -> None:
-        """Destroy all executables."""
-        if self._made:
+    try:
+        yield add
+    finally:
+        if made:
             torch.cuda.synchronize()
-        while self._made:
-            driver().cuGraphExecDestroy(self._made.pop())
+        for copy in made:
+            driver().cuGraphExecDestroy(copy)
 
 
 # -- tuning ------------------------------------------------------------------------------------------------------------

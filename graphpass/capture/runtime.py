@@ -53,7 +53,7 @@ _MANY = 8  # compilations of one function: the default of torch._dynamo.config.r
 _Owned = TypeVar("_Owned")
 
 
-class _OwnsBuffers(Protocol):
+class _Owner(Protocol):
     """The graphs of a wrapper, or a dispatcher of calls without a context, which owns padded inputs."""
 
     def buffer_bytes(self) -> int: ...
@@ -75,8 +75,7 @@ class GraphRuntime:
         self.ledger = Ledger(dynamo.trace_json)
         self.lease = PoolLease(self.ledger, pool, None if device is None else torch.device(device))
         self.scopes = CaptureScopes()
-        self._tables: list[weakref.ref[EntryTable]] = []
-        self._dispatchers: list[weakref.ref[_OwnsBuffers]] = []
+        self._owners: list[weakref.ref[_Owner]] = []
         self._callables: list[CallableRecord] = []
         self._captured_ahead: set[str] = set()
         self._loaded: list[tuple[weakref.ref[types.CodeType], str]] = []  # (code of a function, its loaded callable)
@@ -135,8 +134,8 @@ class GraphRuntime:
     @contextlib.contextmanager
     def _hidden(self) -> Iterator[None]:
         """Replace the pool by a new one on the same device, and hide all graphs, for the body of the ``with``."""
-        held, aside = self.lease, {id(table): table.hide() for table in self._alive()}
-        num_dispatchers = len(self._dispatchers)
+        held, before = self.lease, self._alive()
+        restores = [table.hide() for table in self._tables()]
         tables = self.ledger.tables.copy()
         self.ledger.tables.clear()
         self.lease = used = held.fork_empty()
@@ -144,14 +143,11 @@ class GraphRuntime:
         try:
             yield
         finally:
-            for table in self._alive():
-                if id(table) in aside:
-                    aside[id(table)]()
-                else:  # compiled in the body: the wrapper stays, its graphs and counts do not
-                    table.close()
-                    table.hide()
-            for dispatcher in _existing(self._dispatchers[num_dispatchers:]):
-                dispatcher.close()
+            for owner in self._alive():
+                if not any(owner is one for one in before):  # compiled in the body: it stays, without graphs and counts
+                    owner.close()
+            for restore in restores:
+                restore()
             tables |= {of: rows for of, rows in self.ledger.tables.items() if of[1] == TUNED}  # the choices stay, too
             self.lease, self.ledger.tables = held, tables
             held.shows_stale |= used.shows_stale
@@ -169,7 +165,7 @@ class GraphRuntime:
 
     def uses(self) -> list[RegionUse]:
         """Counts and costs so far of each region at each key that was captured."""
-        return [use for table in self._alive() for use in table.uses(self.ledger)]
+        return [use for table in self._tables() for use in table.uses(self.ledger)]
 
     def suggested_sizes(self, limit: int | None = None) -> dict[str, list[int]]:
         """The sizes with the least padding for the calls so far, as ``capture_sizes`` takes them.
@@ -230,7 +226,7 @@ class GraphRuntime:
 
     def close(self) -> None:
         """Drop all graphs and free the pool; callables still run, without graphs, and can be captured again."""
-        for owner in (*self._alive(), *_existing(self._dispatchers)):
+        for owner in self._alive():
             owner.close()
         self._captured_ahead.clear()
         self.lease.close()
@@ -253,35 +249,31 @@ class GraphRuntime:
 
     def buffer_bytes(self) -> int:
         """Bytes of all static input buffers."""
-        return sum(owner.buffer_bytes() for owner in (*self._alive(), *_existing(self._dispatchers)))
+        return sum(owner.buffer_bytes() for owner in self._alive())
 
     # -- what wrappers and compilers call --------------------------------------------------------------------------
 
-    def adopt(self, table: EntryTable, *, shows_stale: bool = False) -> None:
-        """Count, hide and close the graphs of a wrapper with this runtime, by weak reference; forget those that died.
+    def adopt(self, owner: _Owner, *, shows_stale: bool = False) -> None:
+        """Count, hide and close what this owns, by weak reference; forget the regions of wrappers that died.
 
         ``shows_stale`` makes every device overwrite stale outputs with NaN; ``compare`` sets this.
         """
         alive = self._alive()
-        if len(alive) < len(self._tables):
-            regions = {of.region for of in alive}
+        if len(alive) < len(self._owners):
+            regions = {table.region for table in self._tables()}
             for subject, event in list(self.ledger.tables):
                 if event in WRAPPER_EVENTS and isinstance(subject, RegionId) and subject not in regions:
                     del self.ledger.tables[subject, event]
-        self._tables = [weakref.ref(of) for of in (*alive, table)]
+        self._owners = [weakref.ref(of) for of in (*alive, owner)]
         self.lease.shows_stale |= shows_stale
 
     def drop(self, keys: Iterable[tuple[CUDAGraphMode, BatchDescriptor]]) -> bool:
         """Drop the graphs of keys, unless a forward uses the pool; returns whether it did."""
         with self.lease.turn.unused() as is_unused:
             if is_unused:
-                tables = [(table, key) for mode, key in keys for table in self._alive() if table.mode is mode]
+                tables = [(table, key) for mode, key in keys for table in self._tables() if table.mode is mode]
                 self.lease.drop([entry.graph for table, key in tables for entry in table.take(key)])
         return is_unused
-
-    def adopt_dispatcher(self, dispatcher: _OwnsBuffers) -> None:
-        """Count the bytes of a dispatcher's buffers, and close it with the runtime, by weak reference."""
-        self._dispatchers.append(weakref.ref(dispatcher))
 
     def next_callable_name(self) -> str:
         """The name (``g0``, ``g1``, ...) of the callable that will be registered next."""
@@ -333,7 +325,7 @@ class GraphRuntime:
     def recompiled_from(self, region: RegionId, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> RegionId | None:
         """The region that has this key's graph in another compilation of the same function; None when there is none."""
         frames = {record.name: record.frame for record in self._callables if record.frame is not None}
-        for table in self._alive():
+        for table in self._tables():
             other = table.region
             if (
                 other.callable != region.callable
@@ -351,7 +343,7 @@ class GraphRuntime:
         Of all compilations of a function, Dynamo calls the newest one whose guards pass.
         """
         captured: dict[str, dict[tuple[CUDAGraphMode, BatchDescriptor], None]] = {}
-        for table in self._alive():
+        for table in self._tables():
             keys = captured.setdefault(table.region.callable, {})
             keys.update(dict.fromkeys((table.mode, descriptor) for descriptor in table.descriptors()))
         for number, newer in enumerate(self._callables):
@@ -384,7 +376,7 @@ class GraphRuntime:
     def retraced(self, name: str) -> None:
         """Record that torch.compile traced the function of callable ``name`` again and got the same graph."""
         is_late = self.scopes.current() is None and any(
-            table.region.callable == name and table.descriptors() for table in self._alive()
+            table.region.callable == name and table.descriptors() for table in self._tables()
         )
         reason = dynamo.recompile_reason()
         if self._retraced_for is None:
@@ -417,17 +409,16 @@ class GraphRuntime:
         """The device its graphs run on; None before the first capture."""
         return self.lease.device
 
-    def _alive(self) -> list[EntryTable]:
-        return _existing(self._tables)
+    def _alive(self) -> list[_Owner]:
+        return [owner for reference in self._owners if (owner := reference()) is not None]
+
+    def _tables(self) -> list[EntryTable]:
+        return [owner for owner in self._alive() if isinstance(owner, EntryTable)]
 
 
 def torch_release() -> tuple[int, ...]:
     """Major and minor number of torch."""
     return tuple(int(part) for part in torch.__version__.split(".")[:2])
-
-
-def _existing(references: Iterable[weakref.ref[_Owned]]) -> list[_Owned]:
-    return [owner for reference in references if (owner := reference()) is not None]
 
 
 # -- the runtime of a callable ----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass, field
 
@@ -151,7 +152,7 @@ class RuntimeStats:
 
 @dataclass(frozen=True, slots=True)
 class MemoryGrowth:
-    """Growth of the device's memory, in bytes."""
+    """Growth of the device's memory, in bytes; or what is in use, the growth from nothing."""
 
     pool_bytes: int = 0  #: growth of the graph pool
     cached_bytes: int = 0  #: growth of torch's allocator outside the pool
@@ -161,6 +162,9 @@ class MemoryGrowth:
     def total_bytes(self) -> int:
         """Growth of pool, cached and driver memory together."""
         return self.pool_bytes + self.cached_bytes + self.driver_bytes
+
+    def __sub__(self, other: MemoryGrowth) -> MemoryGrowth:
+        return MemoryGrowth(*map(operator.sub, astuple(self), astuple(other)))
 
     @classmethod
     def sum_of(cls, growths: Iterable[MemoryGrowth]) -> MemoryGrowth:

@@ -21,12 +21,12 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
 
-from graphpass.capture.cuda import ExecutableCopies
+from graphpass.capture.cuda import device_bytes, executable_copies
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.report.drawing import Table, text_of
@@ -42,32 +42,22 @@ Groups = Mapping[str, Sequence[Key]]
 NOTHING = MemoryGrowth()
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryReading:
-    """A device's memory at one moment, in bytes."""
-
-    taken: int  #: memory in use by all processes
-    reserved: int  #: memory of torch's allocator, the pool included
-    pool: int  #: memory of the graph pool
-
-    def __sub__(self, earlier: MemoryReading) -> MemoryGrowth:
-        pool, reserved = self.pool - earlier.pool, self.reserved - earlier.reserved
-        return MemoryGrowth(pool, reserved - pool, self.taken - earlier.taken - reserved)
-
-
 class DeviceMemory:
     """Reads the memory of a device. There is no pool on the CPU, so the runtime's own count of bytes is used."""
 
     def __init__(self, device: torch.device, runtime: GraphRuntime) -> None:
         self._device, self._runtime = device, runtime
 
-    def reading(self) -> MemoryReading:
-        """The device's memory now."""
-        pool = self._runtime.pool_bytes()
-        if self._device.type != "cuda":
-            return MemoryReading(pool, pool, pool)
-        reserved = torch.cuda.memory_reserved(self._device)
-        return MemoryReading(reserved + self.driver_bytes(), reserved, pool)
+    def reading(self) -> MemoryGrowth:
+        """The device's memory now; the driver's is that of all processes."""
+        pool, (reserved, driver_bytes) = self._runtime.pool_bytes(), device_bytes(self._device)
+        return MemoryGrowth(pool, max(reserved - pool, 0), driver_bytes)
+
+    def driver_bytes(self) -> int:
+        """Bytes of the device in use outside torch's allocator."""
+        return device_bytes(self._device)[1]
+
+    copies = staticmethod(executable_copies)
 
     def kept_bytes(self) -> int:
         """Bytes of all graph pools that later captures cannot reuse."""
@@ -75,17 +65,6 @@ class DeviceMemory:
             return 0
         segments = torch.cuda.memory_snapshot()
         return sum(segment["active_size"] for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0))
-
-    def driver_bytes(self) -> int:
-        """Bytes of the device in use outside torch's allocator."""
-        if self._device.type != "cuda":
-            return 0
-        free, total = torch.cuda.mem_get_info(self._device)
-        return int(total - free) - torch.cuda.memory_reserved(self._device)
-
-    def copies(self) -> contextlib.AbstractContextManager[ExecutableCopies]:
-        """Further executables of recordings; leaving the context destroys them."""
-        return contextlib.closing(ExecutableCopies())
 
     def open_pool(self) -> None:
         """Allocate what a pool allocates once, for any capture: the workspaces of matrix products."""
@@ -327,79 +306,80 @@ def estimated(
     at_first = meter.reading()
     with surroundings():
         baseline = meter.reading() - at_first
-        measured = _Measurement(runtime, meter, capture).of(groups, baseline)
+        measured = _measured(groups, baseline, runtime, meter, capture)
     meter.settle()
     return replace(
         estimate_of(groups, measured),
-        spent_bytes=max(meter.reading().taken - at_first.taken, 0),
+        spent_bytes=max((meter.reading() - at_first).total_bytes, 0),
         buffer_bytes=buffer_bytes,
         buffers_exist=buffers_exist,
         seconds=time.perf_counter() - started,
     )
 
 
-class _Measurement:
-    """Captures samples in throwaway pools; for the arguments see :func:`estimated`."""
-
-    def __init__(self, runtime: GraphRuntime, meter: DeviceMemory, capture: Callable[[Key], MemoryGrowth]) -> None:
-        self._runtime, self._meter, self._capture = runtime, meter, capture
-        self._setups: list[MemoryGrowth] = []
-
-    def of(self, groups: Groups, baseline: MemoryGrowth) -> Measured:
-        """Measure the samples of each group in a separate pool, then the largest sample of every group in one pool."""
-        chosen = keys_to_sample(groups)
-        measured: dict[str, list[Sample]] = {}
-        driver_bytes: dict[str, int] = {}
-        with self._meter.copies() as copies:
-            for name, samples in chosen.items():
-                before = self._meter.driver_bytes()
-                with self._pool_opened():
-                    measured[name] = [self._sample(samples[0])]
-                    recordings = self._runtime.lease.recordings()
-                    measured[name] += [self._sample(key) for key in samples[1:]]
-                    driver_bytes[name] = self._driver_bytes(copies, recordings, len(groups[name]), before)
-        largest_in_one_pool: list[Sample] = []
-        if len(measured) > 1:
-            with self._pool_opened():
-                largest_in_one_pool = [self._sample(samples[0]) for samples in chosen.values()]
-        pool_setup = self._setups[0] if self._setups else NOTHING
-        return Measured(measured, driver_bytes, largest_in_one_pool, baseline, pool_setup)
+def _measured(
+    groups: Groups,
+    baseline: MemoryGrowth,
+    runtime: GraphRuntime,
+    meter: DeviceMemory,
+    capture: Callable[[Key], MemoryGrowth],
+) -> Measured:
+    """Measure the samples of each group in a separate pool, then the largest sample of every group in one pool."""
+    chosen = keys_to_sample(groups)
+    measured: dict[str, list[Sample]] = {}
+    driver_bytes: dict[str, int] = {}
+    setups: list[MemoryGrowth] = []
 
     @contextlib.contextmanager
-    def _pool_opened(self) -> Iterator[None]:
-        with self._runtime.throwaway():
-            unopened = self._meter.reading()
-            self._meter.open_pool()
-            self._setups.append(self._meter.reading() - unopened)
+    def pool_opened() -> Iterator[None]:
+        with runtime.throwaway():
+            unopened = meter.reading()
+            meter.open_pool()
+            setups.append(meter.reading() - unopened)
             yield
 
-    def _sample(self, key: Key) -> Sample:
-        kept = self._meter.kept_bytes()
-        growth = self._capture(key)
-        return Sample(key, growth, max(self._meter.kept_bytes() - kept, 0))
+    def sample(key: Key) -> Sample:
+        kept = meter.kept_bytes()
+        growth = capture(key)
+        return Sample(key, growth, max(meter.kept_bytes() - kept, 0))
 
-    def _driver_bytes(self, copies: ExecutableCopies, recordings: Sequence[Any], num_keys: int, before: int) -> int:
-        """Driver memory for ``num_keys`` keys like the one of ``recordings``, in bytes.
+    with meter.copies() as copy:
+        for name, samples in chosen.items():
+            before = meter.driver_bytes()
+            with pool_opened():
+                measured[name] = [sample(samples[0])]
+                copied = partial(copy, runtime.lease.recordings())
+                measured[name] += [sample(key) for key in samples[1:]]
+                driver_bytes[name] = _driver_bytes(meter, copied, len(groups[name]), before)
+    largest_in_one_pool: list[Sample] = []
+    if len(measured) > 1:
+        with pool_opened():
+            largest_in_one_pool = [sample(samples[0]) for samples in chosen.values()]
+    return Measured(measured, driver_bytes, largest_in_one_pool, baseline, setups[0] if setups else NOTHING)
 
-        The copies stay alive until the last group is measured. The executables of the samples are destroyed with their
-        pool, and the next group reuses their driver memory. So the sum of all groups is too high by the executables of
-        the last group's samples only.
-        """
-        grown: list[tuple[int, int]] = []
-        for num_copies in range(num_keys + 1):
-            taken = max(self._meter.driver_bytes() - before, 0)
-            if taken and (not grown or taken > grown[-1][1]):
-                grown.append((num_copies, taken))
-            # guard: estimate_driver
-            if num_copies == num_keys or taken >= _DRIVER_BYTES_TO_SEE or not copies.add(recordings):
-                break
-        if num_copies == num_keys or not grown:
-            return taken
-        # Until the first growth the driver reused free memory; the growth after it shows the bytes of one key.
-        (first_copies, first_taken), (last_copies, last_taken) = grown[0], grown[-1]
-        steps = last_copies - first_copies
-        bytes_of_key = (last_taken - first_taken) / steps if steps else taken / (num_copies + 1)
-        return taken + round(bytes_of_key * (num_keys - num_copies))
+
+def _driver_bytes(meter: DeviceMemory, copied: Callable[[], bool], num_keys: int, before: int) -> int:
+    """Driver memory for ``num_keys`` keys like the one that ``copied`` makes executables of, in bytes.
+
+    The copies stay alive until the last group is measured. The executables of the samples are destroyed with their
+    pool, and the next group reuses their driver memory. So the sum of all groups is too high by the executables of the
+    last group's samples only.
+    """
+    grown: list[tuple[int, int]] = []
+    for num_copies in range(num_keys + 1):
+        taken = max(meter.driver_bytes() - before, 0)
+        if taken and (not grown or taken > grown[-1][1]):
+            grown.append((num_copies, taken))
+        # guard: estimate_driver
+        if num_copies == num_keys or taken >= _DRIVER_BYTES_TO_SEE or not copied():
+            break
+    if num_copies == num_keys or not grown:
+        return taken
+    # Until the first growth the driver reused free memory; the growth after it shows the bytes of one key.
+    (first_copies, first_taken), (last_copies, last_taken) = grown[0], grown[-1]
+    steps = last_copies - first_copies
+    bytes_of_key = (last_taken - first_taken) / steps if steps else taken / (num_copies + 1)
+    return taken + round(bytes_of_key * (num_keys - num_copies))
 
 
 # -- capturing within a limit ------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any, cast
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from graphpass import BatchDescriptor, CUDAGraphMode, GraphRuntime
 from graphpass.serving import MemoryEstimate, MemoryGrowth
-from graphpass.serving.estimate import Key, Measured, MemoryReading, Sample, estimate_of, estimated, keys_to_sample
+from graphpass.serving.estimate import Key, Measured, Sample, estimate_of, estimated, keys_to_sample
 from graphpass.serving.stats import keys_by_group
 
 PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
@@ -90,9 +90,8 @@ class FakeDevice:
             self.opened, self.pool, self.kept = True, self.opening, self.opening
             self.workspace = self.workspace_to_come
 
-    def reading(self) -> MemoryReading:
-        reserved = self.pool + self.held + self.cached + self.workspace
-        return MemoryReading(5 * MIB + reserved + self.driver_bytes(), reserved, self.pool)
+    def reading(self) -> MemoryGrowth:
+        return MemoryGrowth(self.pool, self.held + self.cached + self.workspace, 5 * MIB + self.driver_bytes())
 
     def driver_bytes(self) -> int:
         return self.driver + self.loaded
@@ -111,9 +110,9 @@ class FakeDevice:
         return self.captured[-1:]
 
     @contextlib.contextmanager
-    def copies(self) -> Iterator[FakeDevice]:
+    def copies(self) -> Iterator[Callable[[Sequence[Any]], bool]]:
         self.num_copied = 0
-        yield self
+        yield self.add
         self.executables -= self.num_copied
 
     def add(self, recordings: Sequence[Any]) -> bool:
