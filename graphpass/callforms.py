@@ -92,7 +92,7 @@ class CallForms:
             self._saved.load(function, form)
             compiled = torch.compile(function, backend=self._backend, dynamic=self._is_dynamic, options=self._options)
             self._forms[form] = compiled
-        before = self.runtime.given_up.before_call()
+        seen = self.runtime.given_up.watch()
         try:
             result = compiled(*args, *kwargs.values())
         except GraphpassError:
@@ -101,7 +101,7 @@ class CallForms:
             if not dynamo.came_from_tracing(error):
                 raise
             raise _typed(error) from error
-        self._fallbacks.report_uncompiled(before)
+        self._fallbacks.report_uncompiled(seen)
         return result
 
     def save(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

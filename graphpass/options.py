@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from graphpass.capture import CapturePolicy
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.capture.untracedcalls import BeforeCall
 from graphpass.compile import COMPILERS
 from graphpass.errors import CaptureError, OptionError, is_integer, is_seconds, one_of
 from graphpass.keys import CUDAGraphMode
@@ -200,9 +199,9 @@ class Fallbacks:
         is_silent = self._on_fallback == "silent"
         self._runtime.warn(text, error.remedy, at=at, is_silent=is_silent, is_recorded=is_recorded)
 
-    def report_uncompiled(self, before: BeforeCall) -> bool:
+    def report_uncompiled(self, seen: Callable[[], tuple[bool, list[Reason]]]) -> bool:
         """Count and report what Dynamo ran as it is in a call; returns whether the call has entered a graph at all."""
-        has_entered, reasons = self._runtime.given_up.in_call(before)
+        has_entered, reasons = seen()
         for reason in reasons or [_NO_GRAPH] * (not has_entered):
             self._runtime.ledger.without_graph(UNCOMPILED, reason).count_call(reason)
         if not reasons and not has_entered:

@@ -339,7 +339,7 @@ class StagedInput:
     is_written: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class InputPlan:
     """How the arguments of a replay are checked and copied: refuses those that a graph cannot read as captured.
 
@@ -359,27 +359,19 @@ class InputPlan:
     viewed_strides: tuple[tuple[int, tuple[int, ...]], ...] = ()
     pool_inputs: tuple[tuple[int, int], ...] = ()  #: (position, address) of inputs written earlier in the same forward
     mutates: bool = field(init=False)  #: whether the region writes to one of the staged inputs
-    _positions: tuple[int, ...] = field(init=False)
     _fits: tuple[tuple[Any, ...], ...] = field(init=False)
-    _expanded: tuple[int, ...] = field(init=False)
+    _expanded: tuple[int, ...] = field(init=False)  # indices of staged inputs of which some elements are one in memory
     _copies: GroupedCopies = field(init=False)
-    _same_layouts: list[Callable[..., bool]] = field(init=False)
-    """A native check of layouts, made from the first arguments that have passed the slow one."""
+    # A native check of layouts, made from the first arguments that have passed the slow one.
+    _has_layouts: Callable[..., bool] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         # Derived once, because every replay checks and copies; inputs usually have the layout of the buffers.
         targets = [staged.target for staged in self.staged]
-        derived = {
-            "mutates": any(staged.is_written for staged in self.staged),
-            "_positions": tuple(staged.position for staged in self.staged),
-            "_fits": tuple((s.position, s.buffer.shape, s.buffer.dtype, s.buffer.device) for s in self.staged),
-            # some elements of these are one in memory
-            "_expanded": tuple(i for i, staged in enumerate(self.staged) if staged.target.shape != staged.buffer.shape),
-            "_copies": GroupedCopies(targets, targets),
-            "_same_layouts": [],
-        }
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
+        self.mutates = any(staged.is_written for staged in self.staged)
+        self._fits = tuple((s.position, s.buffer.shape, s.buffer.dtype, s.buffer.device) for s in self.staged)
+        self._expanded = tuple(i for i, s in enumerate(self.staged) if s.target.shape != s.buffer.shape)
+        self._copies = GroupedCopies(targets, targets)
 
     def __bool__(self) -> bool:
         return bool(self.staged or self.constants or self.layouts or self.viewed_strides or self.pool_inputs)
@@ -423,7 +415,7 @@ class InputPlan:
             if leaf.shape != shape or leaf.dtype != dtype or leaf.device != device:  # guard: staged_dtype, staged_shape
                 raise self._does_not_fit(position, leaf, f"{tuple(shape)} {dtype} on {device}")
         for index in self._expanded:
-            position, buffer = self._positions[index], self.staged[index].buffer
+            position, buffer = self.staged[index].position, self.staged[index].buffer
             if args[position].stride() != buffer.stride():  # guard: expanded_strides
                 raise ShapeError(
                     f"input {self.names[position]} is not expanded as it was at capture",
@@ -442,7 +434,7 @@ class InputPlan:
                 )
         if self.layouts:
             tensors = [args[position] for position, _ in self.layouts]
-            if not self._same_layouts or not self._same_layouts[0](*tensors):
+            if self._has_layouts is None or not self._has_layouts(*tensors):
                 self._check_layouts(tensors)
         for position, strides in self.viewed_strides:
             if args[position].stride() != strides:  # guard: viewed_strides
@@ -457,9 +449,9 @@ class InputPlan:
 
     def copy_in(self, args: Sequence[Any]) -> None:
         """Copy the inputs into their buffers, with one foreach copy per group of matching tensors."""
-        sources = [args[position] for position in self._positions]
+        sources = [args[position] for position, *_ in self._fits]
         for index in self._expanded:
-            sources[index] = distinct_elements(sources[index], name=self.names[self._positions[index]])
+            sources[index] = distinct_elements(sources[index], name=self.names[self.staged[index].position])
         self._copies.run(sources)
 
     def copy_back(self, args: Sequence[Any]) -> None:
@@ -479,7 +471,7 @@ class InputPlan:
                     remedy="pass the same view of it, or dispatch to the key of its size; assign a contiguous copy to "
                     "a weight (w.data = new.contiguous())",
                 )
-        self._same_layouts[:] = [memory.layouts_of(tensors)]
+        self._has_layouts = memory.layouts_of(tensors)
 
     def _does_not_fit(self, position: int, leaf: torch.Tensor, expected: str) -> ShapeError:
         return ShapeError(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import types
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
 
 from graphpass.compat import untraced
 from graphpass.compat.untraced import UNKNOWN, GivenUp, Place
@@ -27,14 +26,6 @@ def against_recompiling() -> str:
             f"(torch.compiler.disable): {line}"
         )
     return _SEE_WHAT_DIFFERS
-
-
-class BeforeCall(NamedTuple):
-    """The counts before a call of a compiled callable."""
-
-    times: Mapping[Place, int]  #: how often graphs were called, and those of each function that Dynamo gave up
-    num_tried: int  #: functions that Dynamo has tried to compile
-    at_us: int
 
 
 class GivenUpFunctions:
@@ -70,24 +61,24 @@ class GivenUpFunctions:
         self._look(untraced.given_up())
         return list(self._found.values())
 
-    def before_call(self) -> BeforeCall:
-        """What :meth:`in_call` compares with."""
-        times = {UNKNOWN: self._times(UNKNOWN), **{place: self._times(place) for place in self._found}}
-        return BeforeCall(times, untraced.num_tried(), untraced.now_us())
+    def watch(self) -> Callable[[], tuple[bool, list[Reason]]]:
+        """Watch a call that comes now; the returned function says whether it entered a graph, and why parts did not."""
+        before = {UNKNOWN: self._times(UNKNOWN), **{place: self._times(place) for place in self._found}}
+        num_tried, at_us = untraced.num_tried(), untraced.now_us()
 
-    def in_call(self, before: BeforeCall) -> tuple[bool, list[Reason]]:
-        """Whether a call has entered a compiled graph, and why functions ran as they are in it."""
-        has_entered = self._times(UNKNOWN) != before.times[UNKNOWN]
-        has_tried = untraced.num_tried() != before.num_tried
-        if has_entered and not has_tried and len(before.times) == 1:
-            return True, []
-        own = (one for one in untraced.given_up() if one.at_us >= before.at_us) if has_tried else ()
-        new = self._look(own, is_own=True)
-        return has_entered, [
-            why
-            for place, why in self._found.items()
-            if self._times(place) == before.times.get(place) or place in new - {UNKNOWN}
-        ]
+        def seen() -> tuple[bool, list[Reason]]:
+            has_entered, has_tried = self._times(UNKNOWN) != before[UNKNOWN], untraced.num_tried() != num_tried
+            if has_entered and not has_tried and len(before) == 1:
+                return True, []
+            own = (one for one in untraced.given_up() if one.at_us >= at_us) if has_tried else ()
+            new = self._look(own, is_own=True)
+            return has_entered, [
+                why
+                for place, why in self._found.items()
+                if self._times(place) == before.get(place) or place in new - {UNKNOWN}
+            ]
+
+        return seen
 
     def reasons(self, counted: Iterable[str]) -> list[Reason]:
         """Those that no call was counted for."""

@@ -42,7 +42,6 @@ from graphpass.serving.estimate import (
     NOTHING_ESTIMATED,
     DeviceMemory,
     Key,
-    KeyPool,
     MemoryEstimate,
     PoolModel,
     capture_within,
@@ -182,8 +181,9 @@ class EncoderLadder:
                 budgets.clear()
                 failed.clear()
 
-            pool = KeyPool(graphs.runtime.pool_bytes, capture, drop)
-            left_out = capture_within(most, pool, captured, wanted, fits)  # guard: encoder_pool_bound
+            num_bytes = graphs.runtime.pool_bytes
+            # guard: encoder_pool_bound
+            left_out = capture_within(most, captured, wanted, fits, num_bytes=num_bytes, capture=capture, drop=drop)
         too_much = Reason(
             f"the pool would be larger than max_pool_bytes={most}",
             "raise max_pool_bytes, or pass fewer token_budgets: their items replay a larger budget or run eagerly",

@@ -27,7 +27,6 @@ from graphpass.saved.fingerprint import (
     PLAIN,
     WITHOUT_METHODS,
     Parts,
-    UnstableError,
     brief,
     class_digests,
     contents_of,
@@ -156,7 +155,7 @@ class SavedCalls:
                 self._saved[form] = others
                 written = self._store.write(self._name(form), self._parts(), CALL, pickle.dumps(others))
                 why = written if isinstance(written, Reason) else None
-        except (saving.CannotSaveError, UnstableError, pickle.PicklingError) as error:
+        except (saving.CannotSaveError, pickle.PicklingError) as error:
             why = Reason(str(error), SEE_SAVED)
         finally:
             graphs.recording = None
@@ -277,7 +276,7 @@ def guarded(guards: Iterable[saving.ModelGuard]) -> Parts:
     """What each guard on the model and on global variables checks.
 
     Raises:
-        UnstableError: an argument has no text.
+        CannotSaveError: an argument has no text.
     """
     found: dict[str, list[str]] = {}
     for guard in guards:
@@ -304,7 +303,7 @@ def assumed(
         modules: the Python modules from which functions were traced.
 
     Raises:
-        UnstableError: a guard stands for all of a value that has no text.
+        CannotSaveError: a guard stands for all of a value that has no text.
     """
     digest_of = class_digests()
     whole = {guard.expression for guard in guards if not {*guard.kinds} <= _OF_A_PART}

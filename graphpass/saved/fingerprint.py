@@ -47,10 +47,6 @@ WITHOUT_METHODS = (*PLAIN, *_CONTAINERS, *_FUNCTIONS, torch.Tensor, torch.nn.Mod
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
 
 
-class UnstableError(Exception):
-    """An object has no text that another process would give to an equal one."""
-
-
 def difference(saved: Mapping[str, str], now: Mapping[str, str]) -> Reason | None:
     """The first part that differs, as a reason; None if none does."""
     for name in dict.fromkeys((*saved, *now)):
@@ -68,19 +64,19 @@ def digest(*values: Any) -> str:
     """A digest of values that is the same in every process.
 
     Raises:
-        UnstableError: a value has no such text.
+        CannotSaveError: a value has no such text.
     """
     try:
         return hashlib.sha256("\n".join(map(text_of, values)).encode()).hexdigest()
     except RecursionError as error:
-        raise UnstableError("an object contains itself") from error
+        raise saving.CannotSaveError("an object contains itself") from error
 
 
 def text_of(value: Any) -> str:
     """All of a value as text.
 
     Raises:
-        UnstableError: it holds an object that is itself and nothing else, such as a tensor.
+        CannotSaveError: it holds an object that is itself and nothing else, such as a tensor.
     """
     for kinds, text in _TEXTS:
         if isinstance(value, kinds):
@@ -91,7 +87,7 @@ def text_of(value: Any) -> str:
         return f"{_named(type(value))} {text_of((origin, typing.get_args(value)))}"  # guard: saved_types
     if callable(value) and (isinstance(value, type) or hasattr(value, "__name__")):
         return code_of(value)
-    raise UnstableError(f"{type(value).__name__} objects are compared by identity")
+    raise saving.CannotSaveError(f"{type(value).__name__} objects are compared by identity")
 
 
 def _plain_text(value: Any) -> str:
@@ -157,7 +153,7 @@ def contents_of(values: Iterable[Any]) -> str | None:
     for value in found:
         try:
             hashed.update((brief(value) if isinstance(value, torch.Tensor) else text_of(value)).encode())
-        except UnstableError:
+        except saving.CannotSaveError:
             return None
         if not isinstance(value, torch.Tensor):
             continue
@@ -240,7 +236,7 @@ def brief(value: Any) -> str:
         if isinstance(value, Mapping):  # such as the environment, whose values may be secrets
             return f"{_named(type(value))} #{digest(*value.items())[:16]}"
         return text_of(value)
-    except (UnstableError, RecursionError):
+    except (saving.CannotSaveError, RecursionError):
         return f"a {_named(type(value))}"
 
 
@@ -292,7 +288,7 @@ def implementations(of: Iterable[Any]) -> Parts:
     ``of`` may also have the names of saved parts.
 
     Raises:
-        UnstableError: a compiler looks into an operator whose code torch does not hand out.
+        CannotSaveError: a compiler looks into an operator whose code torch does not hand out.
     """
     of = list(of)
     packages = {kind.__module__.partition(".")[0] for op in of if isinstance(op, Rebuild) for kind in op.kinds()}
@@ -305,7 +301,7 @@ def implementations(of: Iterable[Any]) -> Parts:
     found = {name: saving.implementations_of(name) for name in sorted(set(names))}
     hidden = next((name for name, code in found.items() if code is None), None)
     if hidden is not None:  # guard: saved_composites
-        raise UnstableError(f"the operator {hidden} is made of others by code that torch does not hand out")
+        raise saving.CannotSaveError(f"the operator {hidden} is made of others by code that torch does not hand out")
     wrappers = {f"{_PACKAGE}{name}": _files_of(name) for name in packages - {"torch"}}  # guard: saved_wrapper_code
     return {f"{_IMPLEMENTATION}{name}": reached(code) for name, code in found.items() if code} | wrappers
 
@@ -414,7 +410,7 @@ def _files_of(*packages: str) -> str:
         file = Path(str(getattr(module, "__file__", None)))
         files = sorted(file.parent.rglob("*.py")) if hasattr(module, "__path__") else [file]
         if not files or not files[0].is_file():
-            raise UnstableError(f"the module {package} has no file")
+            raise saving.CannotSaveError(f"the module {package} has no file")
         for path in files:
             hashed.update(path.read_bytes())
     return hashed.hexdigest()[:16]
@@ -447,7 +443,7 @@ def _function(model: Any) -> str:
     """A function, or an object that is called like one."""
     try:
         return text_of(model)
-    except UnstableError:
+    except saving.CannotSaveError:
         return f"{brief(model)} {class_digests()(type(model))}"
 
 

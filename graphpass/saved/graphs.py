@@ -22,7 +22,7 @@ from graphpass.ledger import Reason
 from graphpass.options import Settings
 from graphpass.regions.symbols import graph_inputs
 from graphpass.saved.files import GRAPH, NOT_SAVED, SEE_SAVED, SavedFiles, UsedKeys, file_name
-from graphpass.saved.fingerprint import Parts, UnstableError, difference, digest, environment, implementations, text_of
+from graphpass.saved.fingerprint import Parts, difference, digest, environment, implementations, text_of
 
 OTHER_BITS = Reason("the first replay has other bits than it had when it was saved")
 
@@ -55,7 +55,7 @@ class GraphIdentity:
         try:
             parts = _parts(settings, devices, (node.target for node in graph_module.graph.nodes))
             name = digest(replace(structure.key, compiler=()), names, nnmodules.compiled_code(), ends, effects)
-        except UnstableError as error:
+        except saving.CannotSaveError as error:
             return Reason(f"neither saved nor loaded: {error}", SEE_SAVED)
         return cls(structure, frozenset(symbolic.facts_of(structure.shape_env)), name, parts)
 

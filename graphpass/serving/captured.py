@@ -28,7 +28,7 @@ from graphpass.progress import capture_progress
 from graphpass.ranks.conversation import AgreedSteps
 from graphpass.ranks.lockstep import Lockstep
 from graphpass.serving.buffers import PaddedInputs, RealInputs, Sizes
-from graphpass.serving.estimate import DeviceMemory, Key, KeyPool, MemoryEstimate, PoolModel, capture_within, estimated
+from graphpass.serving.estimate import DeviceMemory, Key, MemoryEstimate, PoolModel, capture_within, estimated
 from graphpass.serving.model import GraphChecks, Model, fields_named, nothing_reached
 from graphpass.serving.recipe import Reached, Recipe, StepResults, leaf_sources
 from graphpass.serving.stats import keys_by_group
@@ -145,8 +145,16 @@ class CapturedKeys:
                 progress.update()
 
             num_bytes = int if max_bytes is None else self._runtime.pool_bytes  # reading the size of a pool takes time
-            pool = KeyPool(num_bytes, captured, self._drop_graphs, self._on_some_rank)
-            self.left_out = capture_within(max_bytes, pool, list(self.costs), missing, fits)
+            self.left_out = capture_within(
+                max_bytes,
+                list(self.costs),
+                missing,
+                fits,
+                num_bytes=num_bytes,
+                capture=captured,
+                drop=self._drop_graphs,
+                on_some_rank=self._on_some_rank,
+            )
         self._memory.settle()  # release the memory that warm-ups have left in the allocator's cache
         if self.left_out:
             mode, descriptor = self.left_out[0]

@@ -385,32 +385,52 @@ def _driver_bytes(meter: DeviceMemory, copied: Callable[[], bool], num_keys: int
 # -- capturing within a limit ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class KeyPool:
-    """The pool of a ladder's graphs."""
-
-    num_bytes: Callable[[], int]  #: the current size of the pool
-    capture: Callable[[Key], None]  #: captures one more key
-    drop: Callable[[], None]  #: releases the pool and the graphs of all keys
-    #: whether a condition is true on any rank that captures the same keys, from its value on this rank. The default
-    #: is for a single rank: it returns its argument.
-    on_some_rank: Callable[[bool], bool] = bool
-
-
 def capture_within(
-    max_bytes: int | None, pool: KeyPool, present: Sequence[Key], missing: Sequence[Key], model: PoolModel
+    max_bytes: int | None,
+    present: Sequence[Key],
+    missing: Sequence[Key],
+    model: PoolModel,
+    *,
+    num_bytes: Callable[[], int],
+    capture: Callable[[Key], None],
+    drop: Callable[[], None],
+    on_some_rank: Callable[[bool], bool] = bool,
 ) -> tuple[Key, ...]:
     """Capture the ``missing`` keys, in this order, and skip keys that would grow the pool above ``max_bytes``.
 
-    ``present`` are the keys in the pool, in the order of capture. Without ``max_bytes`` only other ranks have a limit.
-    A pool that is larger already is not reduced. Returns the keys of both that have no graph afterwards.
+    A pool that is larger already is not reduced.
+
+    Args:
+        max_bytes: of the pool; without it only other ranks have a limit.
+        present: the keys in the pool, in the order of capture.
+        missing: further keys.
+        model: predicts the growth of the pool.
+        num_bytes: the current size of the pool.
+        capture: captures one more key.
+        drop: releases the pool and the graphs of all keys.
+        on_some_rank: whether a condition is true on any rank that captures the same keys, from its value on this one.
+
+    Returns:
+        The keys of both that have no graph afterwards.
     """
     captured, wanted, retries = list(present), list(missing), 0
-    while True:
-        too_large = _fill(max_bytes, pool, captured, wanted, model)
-        if too_large is None:
-            return tuple(key for key in (*present, *missing) if key not in captured)
-        pool.drop()
+
+    def exceeds(size: int) -> bool:
+        return on_some_rank(max_bytes is not None and size > max_bytes)
+
+    def fill() -> Key | None:
+        """Capture the wanted keys that should fit; stops at a key that did not fit and returns it."""
+        for key in wanted:
+            if exceeds(model.after(num_bytes(), captured, key)):
+                continue
+            capture(key)
+            if exceeds(num_bytes()):  # guard: memory_limit_kept
+                return key
+            captured.append(key)
+        return None
+
+    while (too_large := fill()) is not None:
+        drop()
         rest = wanted[wanted.index(too_large) + 1 :]
         if captured:
             retries += 1
@@ -418,21 +438,4 @@ def capture_within(
             again = captured if retries <= _FULL_RETRIES else captured[: len(captured) // 2]
             rest = [*again, *(rest if retries == 1 else ())]  # guard: memory_limit_bounded
         captured, wanted = [], rest
-
-
-def _fill(
-    max_bytes: int | None, pool: KeyPool, captured: list[Key], wanted: Sequence[Key], model: PoolModel
-) -> Key | None:
-    """Capture keys that should fit and append them to ``captured``. Stops at a key that did not fit and returns it."""
-
-    def exceeds(num_bytes: int) -> bool:
-        return pool.on_some_rank(max_bytes is not None and num_bytes > max_bytes)
-
-    for key in wanted:
-        if exceeds(model.after(pool.num_bytes(), captured, key)):
-            continue
-        pool.capture(key)
-        if exceeds(pool.num_bytes()):  # guard: memory_limit_kept
-            return key
-        captured.append(key)
-    return None
+    return tuple(key for key in (*present, *missing) if key not in captured)

@@ -383,11 +383,11 @@ class CudaGraphManager:
         key = (decision.mode, decision.descriptor)
         captured = self._captured.of(key, checked)
         known = self._captured.steps_of(captured, step.sizes, self._replays[key])
-        before = self.runtime.given_up.before_call() if captured.plan is None else None
+        seen = self.runtime.given_up.watch() if captured.plan is None else None
         result = self._replayed(step, batch, captured, known, checked)
         self._sizes[batch.num_tokens] += 1
         # guard: steps_that_dynamo_runs_as_they_are
-        if before is not None and not self._model.fallbacks.report_uncompiled(before):
+        if seen is not None and not self._model.fallbacks.report_uncompiled(seen):
             return result
         known.replays += 1
         row = known.row

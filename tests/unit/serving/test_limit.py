@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import graphpass
 from graphpass import BatchDescriptor, CUDAGraphMode
 from graphpass.progress import capture_progress
-from graphpass.serving.estimate import Key, KeyPool, PoolModel, capture_within
+from graphpass.serving.estimate import Key, PoolModel, capture_within
 from tests.processes import environment
 
 NOTHING_KNOWN = PoolModel({}, {}, {})
@@ -47,8 +47,8 @@ class Pool:
         self.total, self.contents = self.stays, []
 
     def fill(self, max_bytes: int, missing: Sequence[Key], model: PoolModel = NOTHING_KNOWN) -> tuple[Key, ...]:
-        pool = KeyPool(self.num_bytes, self.capture, self.drop)
-        return capture_within(max_bytes, pool, list(self.contents), missing, model)
+        ways = {"num_bytes": self.num_bytes, "capture": self.capture, "drop": self.drop}
+        return capture_within(max_bytes, list(self.contents), missing, model, **ways)
 
 
 @given(
