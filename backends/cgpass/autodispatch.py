@@ -271,7 +271,7 @@ class AutoDispatcher:
     @contextlib.contextmanager
     def _permission(self, key: RecurringKey) -> Iterator[None]:
         """Permit the capture of a key inside the ``with`` block; afterwards, record whether it succeeded."""
-        with self._runtime.scopes.held(CaptureScope(is_automatic=True)) as scope:
+        with self._runtime.scopes.held(is_automatic=True) as scope:
             if scope is None:
                 raise NoGraphNowError(BUSY)
             try:

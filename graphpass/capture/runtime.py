@@ -20,7 +20,7 @@ import torch
 
 from graphpass.capture.pool import PoolLease
 from graphpass.capture.replay import WRAPPER_EVENTS, EntryTable
-from graphpass.capture.scope import CaptureScope, CaptureScopes
+from graphpass.capture.scope import CaptureScope
 from graphpass.capture.settings import frozen_objects
 from graphpass.capture.untracedcalls import GivenUpFunctions, against_recompiling
 from graphpass.compat import dynamo, memory
@@ -74,7 +74,7 @@ class GraphRuntime:
     def __init__(self, pool: Any = None, *, device: torch.device | str | None = None) -> None:
         self.ledger = Ledger(dynamo.trace_json)
         self.lease = PoolLease(self.ledger, pool, None if device is None else torch.device(device))
-        self.scopes = CaptureScopes()
+        self.scopes = CaptureScope()
         self._owners: list[weakref.ref[_Owner]] = []
         self._callables: list[CallableRecord] = []
         self._captured_ahead: set[str] = set()

@@ -9,7 +9,7 @@ import contextlib
 import enum
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from graphpass.capture.replay import ReplayPlan
@@ -103,16 +103,6 @@ class CallObserver:
         return outputs
 
 
-@dataclass(slots=True)
-class CaptureScope:
-    """State of one ``with runtime.capturing():``."""
-
-    #: the auto dispatcher opened the scope, for one call. A region whose capture fails then runs without a graph, and
-    #: its error is added to ``failures``.
-    is_automatic: bool = False
-    failures: list[Exception] = field(default_factory=list)
-
-
 class Permission(enum.Enum):
     """Who permits a call to capture a key that has no graph."""
 
@@ -122,23 +112,25 @@ class Permission(enum.Enum):
     NEVER = "nobody"
 
 
-class CaptureScopes:
+class CaptureScope:
     """The capture scopes of a runtime: at most one is open at a time, for the thread that opened it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._scope: CaptureScope | None = None
         self._thread: int | None = None
+        #: an auto dispatcher opened the scope, for one call. A region whose capture fails then runs without a graph,
+        #: and its error is added to ``failures``.
+        self.is_automatic = False
+        self.failures: list[Exception] = []
 
     def current(self) -> CaptureScope | None:
         """The open scope, if this thread opened it; None otherwise."""
-        return self._scope if self._thread == threading.get_ident() else None
+        return self if self._thread == threading.get_ident() else None
 
     def permission(self, policy: CapturePolicy) -> Permission:
         """Who permits a call of this thread, under this policy, to capture."""
-        scope = self.current()
-        if scope is not None:
-            return Permission.AUTOMATIC if scope.is_automatic else Permission.SCOPE
+        if self.current() is not None:
+            return Permission.AUTOMATIC if self.is_automatic else Permission.SCOPE
         return Permission.LAZY if policy.lazy_capture else Permission.NEVER
 
     def is_any_open(self) -> bool:
@@ -152,7 +144,7 @@ class CaptureScopes:
         For many captures use :meth:`GraphRuntime.capturing <graphpass.capture.runtime.GraphRuntime.capturing>`, which
         also freezes existing objects for the garbage collector.
         """
-        with self.held(CaptureScope()) as scope:
+        with self.held(is_automatic=False) as scope:
             if scope is None:
                 raise CaptureError(
                     "this runtime is capturing already",
@@ -163,14 +155,14 @@ class CaptureScopes:
             yield scope
 
     @contextlib.contextmanager
-    def held(self, scope: CaptureScope) -> Iterator[CaptureScope | None]:
-        """Open this scope for this thread, in the body; yields None if a scope is open already."""
+    def held(self, *, is_automatic: bool) -> Iterator[CaptureScope | None]:
+        """Open a scope for this thread, in the body; yields None if one is open already."""
         if not self._lock.acquire(blocking=False):
             yield None
             return
-        self._scope, self._thread = scope, threading.get_ident()
+        self._thread, self.is_automatic, self.failures = threading.get_ident(), is_automatic, []
         try:
-            yield scope
+            yield self
         finally:
-            self._scope = self._thread = None
+            self._thread, self.failures = None, []
             self._lock.release()

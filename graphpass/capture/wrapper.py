@@ -253,17 +253,11 @@ class CUDAGraphWrapper:
             call = Call.of(args, kwargs, self._roles, self._input_names, spec=spec)
             return self._capture(context, descriptor, call, permission)
         except Exception as error:
-            scope = self._runtime.scopes.current()
             is_alone = not isinstance(error, AgreementError)  # else the other ranks are elsewhere
-            if (
-                scope is None
-                or permission is not Permission.AUTOMATIC
-                or self.mode is CUDAGraphMode.FULL
-                or not is_alone
-            ):
+            if permission is not Permission.AUTOMATIC or self.mode is CUDAGraphMode.FULL or not is_alone:
                 raise
             # The step goes on eagerly: other regions have run, and the failed capture undid its own effects.
-            scope.failures.append(error)
+            self._runtime.scopes.failures.append(error)
             return None, None
 
     def _capture(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from graphpass.capture.compare import in_double, largest_difference
 from graphpass.capture.modelstate import entry_of
 from graphpass.cli.explain import quiet_compiler
 from graphpass.cli.usermodel import Program, Result, users_code
@@ -238,16 +240,11 @@ def _difference(made: list[torch.Tensor], expected: list[torch.Tensor]) -> float
 
 
 def _of_tensors(one: torch.Tensor, other: torch.Tensor) -> float:
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return float("inf")
-    if one.numel() == 0 or torch.equal(one, other):
-        return 0.0
-    tolerance, finite = _TOLERANCES.get(one.dtype), other.isfinite()
-    if tolerance is None or not torch.equal(one.isfinite(), finite):
-        return float("inf")
-    gap = (one.double() - other.double())[finite].abs()
-    scale = other.double()[finite].abs()
-    return float(gap.max() / (scale.max().clamp(min=1e-30) * tolerance)) if gap.numel() else 0.0
+    tolerance = _TOLERANCES.get(one.dtype)
+    gap = largest_difference(one, other) if one.dtype == other.dtype else math.inf
+    if not gap or gap == math.inf or tolerance is None:
+        return math.inf if gap else 0.0
+    return gap / (float(in_double(other)[other.isfinite()].abs().max().clamp(min=1e-30)) * tolerance)
 
 
 # -- times ---------------------------------------------------------------------------------------------------------
