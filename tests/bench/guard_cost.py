@@ -79,12 +79,12 @@ def _through_the_wrapper(device: torch.device) -> dict[str, Check]:
     with runtime.capturing():
         _call_flat(wrapper, every)
         _call_flat(bare, staged)
-    (captured,) = wrapper._entries.at(KEY)
+    (captured,) = wrapper.table.at(KEY)
     statics = captured.plan.statics
     context = gp.ForwardContext(None, FULL, KEY, None, None, None, None, None)
 
     def asked() -> None:
-        entry, _ = wrapper._entries.find(KEY, every, statics.spec)
+        entry, _ = wrapper.table.find(KEY, every, statics.spec)
         assert entry is captured
         entry.plan.check(every, context)
 

@@ -100,7 +100,7 @@ def _measured(model: Any, batch: int, variant: str, given: dict[str, Any], floor
             entry.graph
             for wrapper in runtime._alive()
             for key in wrapper.captured()
-            for entry in wrapper._entries.at(key)
+            for entry in wrapper.table.at(key)
         ]
         assert len(graphs) == 1, f"the step is one graph, not {len(graphs)}: {runtime.report()}"
         replay_ms, call_ms = (_median_ms(model.device, step) for step in (graphs[0].replay, call))

@@ -62,7 +62,7 @@ def test_a_second_thread_waits_for_its_turn(rig: Any) -> None:
 
 
 def test_counts_are_read_while_another_thread_captures(rig: Any) -> None:
-    uses = rig.captured(rig.wrap(plus_one), X)._entries.uses(rig.runtime.ledger)
+    uses = rig.captured(rig.wrap(plus_one), X).table.uses(rig.runtime.ledger)
     first = next(uses)
     rig.capture(rig.wrap(plus_one, name="region"), X[:4], at_key=4)  # what the other thread does meanwhile
     assert [use.key for use in (first, *uses)] == [BatchDescriptor(8)]

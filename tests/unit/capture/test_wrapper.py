@@ -170,7 +170,7 @@ def test_under_full_the_regions_inside_pass_through(rig: Any) -> None:
     assert rig.counts(whole) == Counts(1, 1, 2, 2, 1)
     assert first.counts() == second.counts() == {}
     assert (
-        first._entries.buffer_bytes() == second._entries.buffer_bytes() == 0
+        first.table.buffer_bytes() == second.table.buffer_bytes() == 0
     )  # no staging of an inner region runs or is captured
     assert [w.unwrap().calls for w in (whole, first, second)] == [2, 2, 2]
 
