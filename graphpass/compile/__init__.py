@@ -5,7 +5,6 @@ from graphpass.compile.compilers import (
     RegionPass,
     RegionTrace,
     compile_training,
-    reading,
     summary,
 )
 from graphpass.compile.once import (
@@ -34,7 +33,6 @@ __all__ = [
     "WaitingFunction",
     "chosen",
     "compile_training",
-    "reading",
     "summary",
     "traced_regions",
 ]

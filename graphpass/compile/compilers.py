@@ -81,25 +81,6 @@ TraceOf = Callable[[Any], RegionPass]
 """Region -> its pass, a new one for each compilation."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """A pass that only reads."""
-
-    trace: TraceFunction
-    key: Any = None
-    changed: fx.GraphModule | None = None
-    decisions: Any = None
-
-    def __call__(self, aten: fx.GraphModule) -> Any:
-        """What the trace function returns."""
-        return self.trace(aten)
-
-
-def reading(trace: TraceFunction) -> TraceOf:
-    """The passes that call ``trace``, for all regions."""
-    return lambda region: Reading(trace)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class RegionTrace:
     """The result of a trace function for the aten graph of one region."""

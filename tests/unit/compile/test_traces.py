@@ -12,9 +12,10 @@ from torch import fx
 
 from graphpass import partition
 from graphpass.compat import dynamo, symbolic
-from graphpass.compile import COMPILERS, CompiledRegions, RegionCompiler, RegionTrace, reading, traced_regions
-from graphpass.compile.compilers import Reading, TraceOf
+from graphpass.compile import COMPILERS, CompiledRegions, RegionCompiler, RegionTrace, traced_regions
+from graphpass.compile.compilers import TraceOf
 from graphpass.regions import Partition
+from tests.unit.compile.passes import Reading, reading
 from tests.unit.compile.test_once import Layers
 
 cut = torch.ops.compiletest.cut

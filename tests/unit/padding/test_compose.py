@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from graphpass import partition
 from graphpass.compat import symbolic
-from graphpass.compile import COMPILERS, RegionCompiler, reading, traced_regions
+from graphpass.compile import COMPILERS, RegionCompiler, traced_regions
 from graphpass.padding import ignores_numbers
 from graphpass.regions import (
     AtenGraph,
@@ -27,6 +27,7 @@ from graphpass.regions import (
     register_padding_rule,
 )
 from graphpass.regions.partitionproof import prove_partition
+from tests.unit.compile.passes import reading
 
 PROVED, UNPROVED = Verdict.PROVED, Verdict.UNPROVED
 
