@@ -143,15 +143,10 @@ def _compiled_difference(found: torch.Tensor, expected: torch.Tensor) -> str | N
     if share is None or not expected.numel():
         return first_difference(found, expected)
     found, expected = _wide(found), _wide(expected)
-    off, norms = row_errors(*(t.reshape(t.shape[0] if t.dim() else 1, -1) for t in (found, expected)))
-    close = off <= share * (1 + norms)
+    rows, exact = (t.reshape(t.shape[0] if t.dim() else 1, -1) for t in (found, expected))
+    off = torch.where(_same(rows, exact), 0.0, rows - exact).norm(dim=1)
+    close = off <= share * (1 + exact.nan_to_num(0.0, 0.0, 0.0).norm(dim=1))
     return _difference(found, expected, close if expected.dim() else close[0])
-
-
-def row_errors(found: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each row of two matrices, the norm of their difference, where NaN equals NaN, and that of ``expected``."""
-    off = torch.where(_same(found, expected), 0.0, found - expected).norm(dim=1)
-    return off, expected.nan_to_num(0.0, 0.0, 0.0).norm(dim=1)
 
 
 def largest_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
