@@ -11,6 +11,7 @@ from graphpass.ledger import CountedReason
 from graphpass.report.drawing import (
     Heading,
     Part,
+    Picture,
     Strip,
     Table,
     bar_chart,
@@ -58,14 +59,14 @@ class Report:
         """What is slow or missing, the gravest first."""
         return problems_of(self.figures)
 
-    def _parts(self, *, with_pictures: bool = True) -> Iterator[Part]:
+    def _parts(self) -> Iterator[Part]:
         figures = self.figures
         yield from problem_parts(
             self.problems, is_empty=not (figures.keys or figures.costs.artifacts or figures.kernels)
         )
-        yield from replay_parts(self.figures, with_pictures=with_pictures)
-        yield from padding_parts(self.figures, with_pictures=with_pictures)
-        yield from cost_parts(self.figures.costs, with_pictures=with_pictures)
+        yield from replay_parts(figures)
+        yield from padding_parts(figures)
+        yield from cost_parts(figures.costs)
 
     def suggested_sizes(self, limit: int | None = None) -> dict[str, list[int]]:
         """The sizes with the least padding for the calls so far: ``capture_sizes``, or an encoder's ``token_budgets``.
@@ -80,7 +81,8 @@ class Report:
         return {seen.field: list(seen.suggested) for seen in planned if seen.suggested}
 
     def __str__(self) -> str:
-        return text_of(self._parts(with_pictures=False), most_rows=_MOST_ROWS)
+        parts = (part for part in self._parts() if not isinstance(part, (Picture, Strip)))
+        return text_of(parts, most_rows=_MOST_ROWS)
 
     def __repr__(self) -> str:
         problems, keys = counted(len(self.problems), "problem"), counted(len(self.figures.keys), "key")
@@ -88,7 +90,7 @@ class Report:
 
     def __getitem__(self, title: str) -> Table:
         """The table of this title, as it is printed."""
-        for part in self._parts(with_pictures=False):
+        for part in self._parts():
             if isinstance(part, Table) and part.title == title:
                 return part
         raise KeyError(title)
@@ -183,7 +185,7 @@ def problem_parts(problems: Sequence[Problem], *, is_empty: bool) -> Iterator[Pa
 # -- what replays ------------------------------------------------------------------------------------------------------
 
 
-def replay_parts(figures: ReportFigures, *, with_pictures: bool) -> Iterator[Part]:
+def replay_parts(figures: ReportFigures) -> Iterator[Part]:
     """The second question: a row for each key, and the regions; equal layers share a row."""
     yield Heading(QUESTIONS[1])
     groups = alike(figures.callables)
@@ -198,8 +200,7 @@ def replay_parts(figures: ReportFigures, *, with_pictures: bool) -> Iterator[Par
     memory = ("graph", "key", "pool", "executables", "padding before, s")
     yield Table("Memory of graphs", memory, _memory_rows(figures.keys))
     firsts = [group[0] for group in groups]
-    if with_pictures:
-        yield from region_maps(firsts)
+    yield from region_maps(firsts)
     if any(len(record.regions) > 1 or record.ends is not None for record in firsts):
         yield regions_table(firsts)
     kernels = tuple((use.kernel, use.serves, use.why) for use in figures.kernels)
@@ -282,7 +283,7 @@ def _regions(record: CallableRecord) -> list[tuple[RegionRecord, list[RegionReco
 # -- where padding goes ------------------------------------------------------------------------------------------------
 
 
-def padding_parts(figures: ReportFigures, *, with_pictures: bool) -> Iterator[Part]:
+def padding_parts(figures: ReportFigures) -> Iterator[Part]:
     """The third question: which sizes are padded, what prevents it, and which sizes would pad less."""
     yield Heading(QUESTIONS[2])
     firsts = [group[0] for group in alike(figures.callables)]
@@ -291,8 +292,6 @@ def padding_parts(figures: ReportFigures, *, with_pictures: bool) -> Iterator[Pa
         yield "No size varies, so nothing is padded."
     yield from (*of_proof, traffic)
     yield from _suggestions(figures.traffic)
-    if not with_pictures:
-        return
     for seen in figures.traffic:
         if seen.histogram:
             marks = {"captured": seen.captured, "suggested": seen.suggested}
@@ -378,7 +377,7 @@ def _bound(value: int | None) -> str:
 # -- what it cost ------------------------------------------------------------------------------------------------------
 
 
-def cost_parts(costs: Costs, *, with_pictures: bool) -> Iterator[Part]:
+def cost_parts(costs: Costs) -> Iterator[Part]:
     """The fourth question: time of compiling and capturing, memory, and time saved."""
     yield Heading(QUESTIONS[3])
     spent = costs.compile_s
@@ -421,10 +420,9 @@ def cost_parts(costs: Costs, *, with_pictures: bool) -> Iterator[Part]:
         for t in costs.tuned
     )
     yield Table("Tuned", ("region", "sizes", "settings", "untuned", "tuned", "gain", "tuning"), tuned)
-    if with_pictures:
-        memory = [("graph pool", costs.pool_bytes), ("buffers", costs.buffer_bytes)]
-        memory += [(f"{g.name}: driver", g.memory.driver_bytes) for g in costs.groups if g.memory.driver_bytes > 0]
-        yield bar_chart("Memory", [(name, float(size), _mib(size)) for name, size in memory if size])
+    memory = [("graph pool", costs.pool_bytes), ("buffers", costs.buffer_bytes)]
+    memory += [(f"{g.name}: driver", g.memory.driver_bytes) for g in costs.groups if g.memory.driver_bytes > 0]
+    yield bar_chart("Memory", [(name, float(size), _mib(size)) for name, size in memory if size])
 
 
 def _share(share: float | None) -> str:
