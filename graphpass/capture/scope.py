@@ -83,24 +83,26 @@ class CallObserver:
 
     Args:
         runtime: of the graphs.
-        first: called with the first call, before its graph runs or is captured.
+        entering: called before a graph runs or is captured, with the calls so far and this one, which has not returned;
+            an error prevents it.
+        prepare: restores what the model reads besides its arguments, before the recording of each FULL capture.
+        keep_results: the flat outputs of a FULL graph, of those in its warm-up and recording; it may copy them out of
+            the pool.
     """
 
-    def __init__(self, runtime: object, first: Callable[[ReachedCall], object] = lambda call: None) -> None:
-        self.runtime, self._first = runtime, first
+    def __init__(
+        self,
+        runtime: object,
+        entering: Callable[[list[ReachedCall]], object] = lambda calls: None,
+        prepare: Callable[[], object] = lambda: None,
+        keep_results: Callable[[list[Any]], list[Any]] = lambda outputs: outputs,
+    ) -> None:
+        self.runtime, self._entering, self.prepare, self.keep_results = runtime, entering, prepare, keep_results
         self.reached: list[ReachedCall] = []  #: the calls that have returned, in order
 
     def entering(self, callable_: ReachedCallable, args: tuple[Any, ...]) -> None:
-        """Called before a graph runs or is captured, with its flat arguments; an error prevents that."""
-        if not self.reached:
-            self._first(ReachedCall(callable_, args, (), None))
-
-    def prepare(self) -> object:
-        """Restore what the model reads besides its arguments, before the recording of each FULL capture."""
-
-    def keep_results(self, outputs: list[Any]) -> list[Any]:
-        """The flat outputs of a FULL graph, of those in its warm-up and recording; may copy them out of the pool."""
-        return outputs
+        """Called before a graph runs or is captured, with its flat arguments."""
+        self._entering([*self.reached, ReachedCall(callable_, args, (), None)])
 
 
 class Permission(enum.Enum):

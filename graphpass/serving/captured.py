@@ -11,12 +11,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 from graphpass.capture.cuda import PROCESS_MEMORY, total_bytes
 from graphpass.capture.modelstate import ModelState
 from graphpass.capture.replay import ContextReads, ReplayPlan
-from graphpass.capture.scope import ReachedCall
+from graphpass.capture.scope import CallObserver
 from graphpass.capture.settings import replay_settings
 from graphpass.compat import trees
 from graphpass.dispatch.owngraphs import NO_ROOM, CaptureBytes, OwnGraph, OwnGraphs, bytes_allowed, due, is_faster
@@ -29,7 +30,7 @@ from graphpass.ranks.conversation import AgreedSteps
 from graphpass.ranks.lockstep import Lockstep
 from graphpass.serving.buffers import PaddedInputs, RealInputs, Sizes
 from graphpass.serving.estimate import DeviceMemory, Key, MemoryEstimate, PoolModel, capture_within, estimated
-from graphpass.serving.model import GraphChecks, Model, fields_named, nothing_reached
+from graphpass.serving.model import Model, fields_named, nothing_reached
 from graphpass.serving.recipe import Reached, Recipe, StepResults, leaf_sources
 from graphpass.serving.stats import keys_by_group
 from graphpass.serving.traffic import CapturedGraph, timed_s
@@ -308,7 +309,7 @@ class CapturedKeys:
         model, inputs = self._model, self._inputs.at(self._model.sizes_of(descriptor))
         before, started = self._memory.reading(), time.perf_counter()
         with model.learning_writes(inputs) as learn:
-            calls = _Capture(model, inputs, key, learn)
+            calls = _observing(model, inputs, key, learn)
             metadata, reached = calls.prepare(), calls.reached
             context = model.context(metadata, inputs, mode, descriptor, descriptor.num_tokens, observer=calls)
             with context, model.hooked(mode), fields_named(model.attention, metadata):
@@ -525,22 +526,22 @@ class CapturedKeys:
         self._runtime.close()
 
 
-class _Capture(GraphChecks):
+def _observing(model: Model, inputs: PaddedInputs, key: Key, learn: Callable[[Reached], None]) -> CallObserver:
     """Observes the capture of a key: prepares its inputs, and keeps the results of a FULL graph in the buffers."""
 
-    def __init__(self, model: Model, inputs: PaddedInputs, key: Key, first: Callable[[ReachedCall], None]) -> None:
-        super().__init__(model, inputs, first)
-        self._key = key
+    def entering(calls: Reached) -> None:
+        model.check_graphs(inputs, calls)  # guard: manager_mixing_of_sizes
+        if len(calls) == 1:
+            learn(calls)
 
-    def prepare(self) -> Any:
-        mode, descriptor = self._key
-        return self._model.prepared(self._inputs, descriptor, mode)
+    def keep_results(outputs: list[Any]) -> list[Any]:
+        if model.hooks is not None:
+            model.hooks.join_after_forward()
+        recipe = model.recipe()  # what the graph writes, and whether Python runs beside it, is known by now
+        return recipe.keep(inputs, outputs) if recipe.why_through_dynamo is None else outputs
 
-    def keep_results(self, outputs: list[Any]) -> list[Any]:
-        if self._model.hooks is not None:
-            self._model.hooks.join_after_forward()
-        recipe = self._model.recipe()  # what the graph writes, and whether Python runs beside it, is known by now
-        return recipe.keep(self._inputs, outputs) if recipe.why_through_dynamo is None else outputs
+    mode, descriptor = key
+    return CallObserver(model.runtime, entering, partial(model.prepared, inputs, descriptor, mode), keep_results)
 
 
 def _flat(outputs: Any) -> Sequence[Any]:

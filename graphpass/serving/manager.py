@@ -18,6 +18,7 @@ import torch
 
 from graphpass.capture.modelstate import modules_of
 from graphpass.capture.runtime import GraphRuntime
+from graphpass.capture.scope import CallObserver
 from graphpass.capture.settings import replay_settings
 from graphpass.compat import operators, processgroups, trees
 from graphpass.context import entered
@@ -36,7 +37,7 @@ from graphpass.serving.batch import AttentionMetadataBuilder, Batch, ForwardHook
 from graphpass.serving.buffers import InputBuffers, PaddedInputs, RealInputs, Sizes
 from graphpass.serving.captured import CapturedKey, CapturedKeys, Checked, ServedStep
 from graphpass.serving.estimate import Key, MemoryEstimate
-from graphpass.serving.model import GraphChecks, Model, fields_named
+from graphpass.serving.model import Model, fields_named
 from graphpass.serving.recipe import Recipe, StepResults
 from graphpass.serving.stats import ManagerStats
 from graphpass.serving.traffic import Traffic
@@ -482,7 +483,7 @@ class CudaGraphManager:
             return recipe.result(recipe.views(step.sizes))
 
     def _filled(
-        self, step: _NextStep, real: RealInputs, batch: Batch, observer: GraphChecks | None = None
+        self, step: _NextStep, real: RealInputs, batch: Batch, observer: CallObserver | None = None
     ) -> tuple[Any, entered]:
         """Fill the buffers; returns the attention metadata, and the forward context for a ``with``."""
         model, mode, descriptor = self._model, step.decision.mode, step.decision.descriptor
@@ -497,7 +498,8 @@ class CudaGraphManager:
     def _forward(self, step: _NextStep, real: RealInputs, batch: Batch, call: Callable[[PaddedInputs], Any]) -> Any:
         """Fill the buffers, and run code of the model, which ``call`` does, in a forward context."""
         model = self._model
-        observer = GraphChecks(model, real.padded)  # guard: manager_mixing_in_steps
+        # guard: manager_mixing_in_steps
+        observer = CallObserver(model.runtime, partial(model.check_graphs, real.padded))
         metadata, in_context = self._filled(step, real, batch, observer)
         with in_context, model.hooked(step.decision.mode), fields_named(model.attention, metadata), replay_settings():
             return call(real.padded)

@@ -25,7 +25,7 @@ from graphpass.capture.modelstate import (
     restoring_python_state,
 )
 from graphpass.capture.runtime import GraphRuntime
-from graphpass.capture.scope import CallObserver, ReachedCall, ReachedCallable
+from graphpass.capture.scope import CallObserver, ReachedCall
 from graphpass.capture.settings import replay_settings, restoring
 from graphpass.capture.staging import storage_id
 from graphpass.compat import nnmodules, trees
@@ -242,23 +242,23 @@ class Model:
             yield
 
     @contextlib.contextmanager
-    def learning_writes(self, inputs: PaddedInputs) -> Iterator[Callable[[ReachedCall], None]]:
+    def learning_writes(self, inputs: PaddedInputs) -> Iterator[Callable[[Reached], None]]:
         """Undo what a capture in the body writes; yields what adds to the recipe what its first graph writes.
 
         The graph of the first run may have written less, or to tensors that were replaced since, or have been the whole
         model. A model with Python around its graph may write to all of its buffers.
         """
         if self.recipe().why_through_dynamo is not None:
-            yield lambda call: None
+            yield lambda calls: None
             return
         with contextlib.ExitStack() as undo:  # Python state is restored after all captures
             undo.enter_context(restoring(self._small_buffers(), [], self.inputs.device))
-            yield lambda call: self._learn_writes(call, inputs, undo)
+            yield lambda calls: self._learn_writes(calls, inputs, undo)
 
-    def _learn_writes(self, call: ReachedCall, inputs: PaddedInputs, undo: contextlib.ExitStack) -> None:
-        recipe, is_split = self.recipe(), not self.is_whole([call])
-        state, generators = self._changed_by([call], inputs)
-        names, first = self._written_inputs([call], inputs), set(map(id, recipe.state[: recipe.num_state]))
+    def _learn_writes(self, calls: Reached, inputs: PaddedInputs, undo: contextlib.ExitStack) -> None:
+        recipe, is_split = self.recipe(), not self.is_whole(calls)
+        state, generators = self._changed_by(calls, inputs)
+        names, first = self._written_inputs(calls, inputs), set(map(id, recipe.state[: recipe.num_state]))
         late = [tensor for tensor in state if id(tensor) not in first]
         new = [tensor for tensor in late if not any(tensor is one for one in recipe.state)]
         if new or is_split or not names <= recipe.mutated:  # guard: manager_writes_of_sizes
@@ -285,10 +285,11 @@ class Model:
         starts_and_ends = [(call.callable.code, call.callable.ends_early) for call in reached]
         return starts_and_ends == [(self._entry, None)]
 
-    def check_graphs(self, reached: Reached, inputs: PaddedInputs) -> None:
+    def check_graphs(self, inputs: PaddedInputs, reached: Reached) -> None:
         """Check that each graph of a run keeps tokens and requests apart; a graph is checked once.
 
-        The last call of ``reached`` may not have returned.
+        The last call of ``reached`` may not have returned. A model whose code has changed since the capture is compiled
+        again in a step, and that graph is new. So is one that only some sizes have.
         """
         if all(call.callable in self._checked for call in reached):
             return
@@ -390,11 +391,12 @@ class Model:
             undo.enter_context(restoring(self._small_buffers(), [], self.inputs.device))  # guard: manager_first_entry
             state = undo.enter_context(restoring_python_state(self.modules))
 
-            def first(call: ReachedCall) -> None:
-                refuse_side_effects(call.callable.side_effects, state)
-                undo.enter_context(restoring(*self._changed_by([call], inputs), self.inputs.device))
+            def entering(calls: Reached) -> None:
+                if len(calls) == 1:
+                    refuse_side_effects(calls[0].callable.side_effects, state)
+                    undo.enter_context(restoring(*self._changed_by(calls, inputs), self.inputs.device))
 
-            reached = (observer := CallObserver(self.runtime, first)).reached
+            reached = (observer := CallObserver(self.runtime, entering)).reached
             context = self.context(metadata, inputs, none, None, sizes["num_tokens"], observer=observer)
             versions = versions_of(inputs.arguments)
             with self.runtime.scopes.opened(), context, fields_named(self.attention, metadata), self.hooked(none):
@@ -442,7 +444,7 @@ class Model:
 
     def _recipe_of(self, inputs: PaddedInputs, result: Any, reached: Reached, written: Collection[str]) -> Recipe:
         """The recipe of a run that wrote to the inputs in ``written``, also between its graphs."""
-        self.check_graphs(reached, inputs)
+        self.check_graphs(inputs, reached)
         leaves, spec = trees.flatten(result)
         cuts, sources = cuts_of(leaves, reached, inputs), leaf_sources(leaves, reached, inputs)
         mutated = frozenset(written) | self._written_inputs(reached, inputs)
@@ -474,26 +476,6 @@ class Model:
             why = "it reads tensors that are neither arguments, parameters nor buffers"
             return Reason(why, "register them as buffers of the module, or pass them as arguments")
         return None
-
-
-class GraphChecks(CallObserver):
-    """Observes one step through Dynamo or one capture, and checks each graph before it runs.
-
-    A model whose code has changed since the capture is compiled again in a step, and that graph is new. So is one that
-    only some sizes have.
-    """
-
-    def __init__(
-        self, model: Model, inputs: PaddedInputs, first: Callable[[ReachedCall], None] = lambda call: None
-    ) -> None:
-        super().__init__(model.runtime, first)
-        self._model, self._inputs = model, inputs
-
-    def entering(self, callable_: ReachedCallable, args: tuple[Any, ...]) -> None:
-        """Check a graph that is about to run, together with those before it."""
-        # guard: manager_mixing_of_sizes
-        self._model.check_graphs([*self.reached, ReachedCall(callable_, args, (), None)], self._inputs)
-        super().entering(callable_, args)
 
 
 class fields_named:  # noqa: N801 - a context manager, named like one
