@@ -20,7 +20,7 @@ import torch
 
 from graphpass.capture.pool import PoolLease
 from graphpass.capture.replay import ContextReads, ReplayPlan
-from graphpass.capture.staging import GroupedCopies, storage_id
+from graphpass.capture.staging import grouped_copies, storage_id
 from graphpass.compat import memory
 from graphpass.context import ForwardContext
 from graphpass.errors import OptionError, ShapeError
@@ -223,7 +223,7 @@ class PaddedArguments:
             groups[padded.num_repeats is not None and dtypes[padded.buffer.dtype] > 1].append(padded)
         self._together, self._others = groups[True], groups[False]
         rows = [row for padded in self._together for row in _rows_of(padded)]
-        self._copies = GroupedCopies(rows, rows)
+        self._copies = grouped_copies(rows, rows)
 
     def placed(self, args: Sequence[Any]) -> list[Any]:
         """The arguments at the padded sizes: the padded buffers, and the other arguments."""
@@ -242,7 +242,7 @@ class PaddedArguments:
             sources.append(value)
             if padded.num_repeats:
                 sources += [value[-1:]] * padded.num_repeats
-        self._copies.run(sources)
+        self._copies(sources)
         for padded in self._others:
             padded.fill(args[padded.position])
 

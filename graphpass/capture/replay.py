@@ -24,9 +24,10 @@ from graphpass.capture.regioncalls import Observed
 from graphpass.capture.staging import (
     AliasPattern,
     BufferArena,
-    GroupedCopies,
+    Copies,
     alias_pattern,
     distinct_elements,
+    grouped_copies,
     storage_id,
 )
 from graphpass.compat import memory, operators
@@ -361,7 +362,7 @@ class InputPlan:
     mutates: bool = field(init=False)  #: whether the region writes to one of the staged inputs
     _fits: tuple[tuple[Any, ...], ...] = field(init=False)
     _expanded: tuple[int, ...] = field(init=False)  # indices of staged inputs of which some elements are one in memory
-    _copies: GroupedCopies = field(init=False)
+    _copies: Copies = field(init=False)
     # A native check of layouts, made from the first arguments that have passed the slow one.
     _has_layouts: Callable[..., bool] | None = field(init=False, default=None)
 
@@ -371,7 +372,7 @@ class InputPlan:
         self.mutates = any(staged.is_written for staged in self.staged)
         self._fits = tuple((s.position, s.buffer.shape, s.buffer.dtype, s.buffer.device) for s in self.staged)
         self._expanded = tuple(i for i, s in enumerate(self.staged) if s.target.shape != s.buffer.shape)
-        self._copies = GroupedCopies(targets, targets)
+        self._copies = grouped_copies(targets, targets)
 
     def __bool__(self) -> bool:
         return bool(self.staged or self.constants or self.layouts or self.viewed_strides or self.pool_inputs)
@@ -452,7 +453,7 @@ class InputPlan:
         sources = [args[position] for position, *_ in self._fits]
         for index in self._expanded:
             sources[index] = distinct_elements(sources[index], name=self.names[self.staged[index].position])
-        self._copies.run(sources)
+        self._copies(sources)
 
     def copy_back(self, args: Sequence[Any]) -> None:
         """Copy the buffers that the region writes to back into the caller's tensors."""

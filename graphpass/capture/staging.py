@@ -7,7 +7,7 @@ and copies in few kernel launches.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -163,29 +163,30 @@ class BufferArena:
 # -- copies -----------------------------------------------------------------------------------------------------------
 
 
-class GroupedCopies:
+Copies = Callable[[Sequence[torch.Tensor]], None]
+"""Copies each source into its target."""
+
+
+def grouped_copies(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Copies:
     """Copies to the same targets in every call, in about as many launches as there are dtypes.
 
     torch's fused copy falls back to one launch for each tensor if a list mixes dtypes, or contains a pair of different
     layouts; it refuses lazy targets. So pairs are grouped by these, once; sources of later calls have the layouts of
     ``sources``, or are copied one by one. Each source has its target's shape and dtype.
     """
+    indices: dict[_Kind, list[int]] = {}
+    for index, kind in enumerate(map(_kind, targets, sources)):
+        indices.setdefault(kind, []).append(index)
+    groups = [
+        (_one_by_one if is_lazy else memory.foreach_copy_, [targets[index] for index in group], group)
+        for (*_, is_lazy), group in indices.items()
+    ]
 
-    __slots__ = ("_groups",)
-
-    def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        groups: dict[_Kind, list[int]] = {}
-        for index, kind in enumerate(map(_kind, targets, sources)):
-            groups.setdefault(kind, []).append(index)
-        self._groups = [
-            (_one_by_one if is_lazy else memory.foreach_copy_, [targets[index] for index in group], group)
-            for (*_, is_lazy), group in groups.items()
-        ]
-
-    def run(self, sources: Sequence[torch.Tensor]) -> None:
-        """Copy each source into its target."""
-        for copy, targets, group in self._groups:
+    def run(sources: Sequence[torch.Tensor]) -> None:
+        for copy, targets, group in groups:
             copy(targets, [sources[index] for index in group])
+
+    return run
 
 
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -194,7 +195,7 @@ def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     if len(kinds) == 1 and not any(is_lazy for *_, is_lazy in kinds):
         memory.foreach_copy_(targets, sources)
         return
-    GroupedCopies(targets, sources).run(sources)
+    grouped_copies(targets, sources)(sources)
 
 
 _Kind = tuple[torch.dtype, bool, bool]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from graphpass.capture.staging import GroupedCopies, storage_id
+from graphpass.capture.staging import Copies, grouped_copies, storage_id
 from graphpass.compat import dynamo, memory
 from graphpass.errors import OptionError, ShapeError
 from graphpass.paddedcalls import PaddedMemory, check_fits, fill_padding
@@ -43,7 +43,7 @@ class RealInputs:
             #: {input name: view of its real entries}
             self.targets = {name: cut(view, padded.dims[name], sizes) for name, view in padded.arguments.items()}
         self._fit: Callable[..., bool] | None = None
-        self._copies: GroupedCopies | None = None
+        self._copies: Copies | None = None
 
     def placed(self, _: object) -> list[Any]:
         """The flat arguments of the graph at the padded shape."""
@@ -64,11 +64,11 @@ class RealInputs:
             values = [inputs[name] for name in self.targets]
             # guard: known_inputs_fit
             if fit(*values) and not any(map(self._buffers.contain, values)):
-                copies.run(values)
+                copies(values)
                 return
         sources = self.checked(inputs)
-        copies = GroupedCopies(list(self.targets.values()), sources)
-        copies.run(sources)
+        copies = grouped_copies(list(self.targets.values()), sources)
+        copies(sources)
         # Later batches in the layouts of this one are compared with it in one native call.
         self._fit, self._copies = memory.layouts_of(sources), copies
 
