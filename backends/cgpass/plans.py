@@ -44,7 +44,7 @@ class PlannedReplay:
     def is_fixed(self) -> bool:
         """Whether the replay needs no argument and always returns the same objects."""
         # guard: replays_without_arguments
-        return not (self.unsettled() or self.entry.outputs.viewed_positions or self.entry.plan.inputs.mutates)
+        return not (self.unsettled() or self.entry.outputs.viewed_positions or self.entry.plan.inputs.written)
 
     def callee(self) -> Callable[..., Any]:
         """The function that the stitched code calls: checks and copies what the plan did not, and replays."""
@@ -186,7 +186,7 @@ class ReplayPlans:
             entry = entries[region.name]
             plan, staged = entry.plan, entry.plan.dynamic_positions
             is_handed = any(region.inputs[position] not in arguments for position in staged)
-            depends = is_handed and (bool(plan.pattern) or (plan.inputs.mutates and len(staged) > 1))
+            depends = is_handed and (bool(plan.pattern) or (plan.inputs.written and len(staged) > 1))
             if depends or not looked_up.isdisjoint(region.inputs):  # guard: plan_shares_written
                 looked_up.update(region.outputs)
                 continue

@@ -61,7 +61,7 @@ class ServedCall(ServedSize[PaddedArguments, CallResults]):
         """
         plan, results = entry.plan, self.results
         reads = plan.reads.values or plan.inputs.pool_inputs
-        writes = plan.inputs.mutates or results.written
+        writes = plan.inputs.written or results.written
         if reads or writes or entry.outputs.viewed_positions or results.views:
             replay = ServedReplay(self.inputs, results, None, generation=generation)
         else:

@@ -29,7 +29,6 @@ from graphpass.capture.replay import (
     GraphEntry,
     InputPlan,
     ReplayPlan,
-    StagedInput,
     StaticSet,
     launch_of,
 )
@@ -39,7 +38,6 @@ from graphpass.capture.settings import restoring, without_cached_casts, without_
 from graphpass.capture.staging import (
     AliasPattern,
     alias_pattern,
-    distinct_elements,
     storage_id,
     storage_ids,
 )
@@ -209,7 +207,7 @@ class Recorder:
         row.n, row.seconds = row.n + 1, row.seconds + time.perf_counter() - start_s - sum(spent_s)
         row.least_s = min(row.least_s, body.launch_s)
         self._trace(context, call, inputs, outputs)
-        viewed = (s.position for s in inputs.staged if s.position in outputs.viewed_positions)
+        viewed = (position for position, _ in inputs.staged if position in outputs.viewed_positions)
         inputs = replace(inputs, viewed_strides=tuple((position, leaves[position].stride()) for position in viewed))
         statics = StaticSet.of(leaves, static, call.spec, call.owner_ids())
         plan = self._plan(context, graph, statics, inputs, pattern, outputs, log)
@@ -286,10 +284,8 @@ class Recorder:
             self.name,
             context.batch_descriptor,
             dict(enumerate(names)),
-            tuple(
-                StagedInput(p, buffer, distinct_elements(buffer, name=names[p]), p in call.mutated)
-                for p, buffer in zip(staged, buffers, strict=True)
-            ),
+            tuple(zip(staged, buffers, strict=True)),
+            call.mutated.intersection(staged),
             constants=tuple(constants),
             layouts=tuple(_layouts(call, sorted(static))),
             pool_inputs=tuple(pool),
@@ -311,7 +307,7 @@ class Recorder:
         return ReplayPlan(
             name=self.name,
             statics=statics,
-            dynamic_positions=tuple(staged.position for staged in inputs.staged),
+            dynamic_positions=tuple(position for position, _ in inputs.staged),
             pattern=pattern,
             reads=log.reads(),
             inputs=inputs,
@@ -335,7 +331,7 @@ class Recorder:
                 "mode": str(self.mode),
                 "key": str(context.batch_descriptor),
                 "inputs": len(call.leaves),
-                "copied_inputs": [call.names[staged.position] for staged in inputs.staged],
+                "copied_inputs": [call.names[position] for position, _ in inputs.staged],
                 "written_inputs": [call.names[position] for position in sorted(call.mutated)],
                 "outputs": len(outputs.pool_outputs),
                 "pool_bytes": self.runtime.pool_bytes(),
@@ -417,8 +413,8 @@ def _graph_inputs(call: Call, inputs: InputPlan) -> list[Any]:
     """
     lent, leaves = call.sharing(call.module_owned), enumerate(call.leaves)
     found = [memory.without_ownership(leaf) if position in lent else leaf for position, leaf in leaves]
-    for staged in inputs.staged:
-        found[staged.position] = staged.buffer
+    for position, buffer in inputs.staged:
+        found[position] = buffer
     return found
 
 

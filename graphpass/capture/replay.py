@@ -309,7 +309,7 @@ class ReplayPlan:
 def launch_of(graph: Graph, inputs: InputPlan, outputs: OutputPlan) -> Callable[[Sequence[Any]], list[Any]]:
     """The function that replays one graph and returns its flat outputs; it takes the region's arguments."""
     replay = graph.replay
-    if inputs.mutates or outputs.viewed_positions:
+    if inputs.written or outputs.viewed_positions:
 
         def launch(leaves: Sequence[Any]) -> list[Any]:
             with without_grad():
@@ -330,16 +330,6 @@ def launch_of(graph: Graph, inputs: InputPlan, outputs: OutputPlan) -> Callable[
 # -- the arguments ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class StagedInput:
-    """One argument that is copied into a buffer before each replay, and copied back if the region writes to it."""
-
-    position: int
-    buffer: torch.Tensor  #: what the graph reads, with the shape and strides of the capture
-    target: torch.Tensor  #: the buffer with each element once
-    is_written: bool
-
-
 @dataclass(slots=True)
 class InputPlan:
     """How the arguments of a replay are checked and copied: refuses those that a graph cannot read as captured.
@@ -351,7 +341,10 @@ class InputPlan:
     owner: str  #: the region, for errors
     key: object  #: the key's padded shape, for errors
     names: Mapping[int, str] = field(default_factory=dict)  #: a name for each argument
-    staged: tuple[StagedInput, ...] = ()
+    #: (position, what the graph reads, with the shape and strides of the capture) of arguments that are copied before
+    #: each replay
+    staged: tuple[tuple[int, torch.Tensor], ...] = ()
+    written: frozenset[int] = frozenset()  #: positions of those that are copied back, as the region writes to them
     constants: tuple[tuple[int, Any], ...] = ()  #: (position, value) of arguments that are no tensors
     #: (position, alias) of static inputs whose layout nobody else checks. The alias has the layout at capture. It keeps
     #: the memory alive if no module owns the input; otherwise it has no memory.
@@ -359,7 +352,7 @@ class InputPlan:
     #: (position, strides in elements) of staged inputs that an output is a view of
     viewed_strides: tuple[tuple[int, tuple[int, ...]], ...] = ()
     pool_inputs: tuple[tuple[int, int], ...] = ()  #: (position, address) of inputs written earlier in the same forward
-    mutates: bool = field(init=False)  #: whether the region writes to one of the staged inputs
+    _targets: list[torch.Tensor] = field(init=False)  # the buffers with each element once
     _fits: tuple[tuple[Any, ...], ...] = field(init=False)
     _expanded: tuple[int, ...] = field(init=False)  # indices of staged inputs of which some elements are one in memory
     _copies: Copies = field(init=False)
@@ -368,10 +361,9 @@ class InputPlan:
 
     def __post_init__(self) -> None:
         # Derived once, because every replay checks and copies; inputs usually have the layout of the buffers.
-        targets = [staged.target for staged in self.staged]
-        self.mutates = any(staged.is_written for staged in self.staged)
-        self._fits = tuple((s.position, s.buffer.shape, s.buffer.dtype, s.buffer.device) for s in self.staged)
-        self._expanded = tuple(i for i, s in enumerate(self.staged) if s.target.shape != s.buffer.shape)
+        targets = self._targets = [distinct_elements(buffer, name=self.names[p]) for p, buffer in self.staged]
+        self._fits = tuple((p, buffer.shape, buffer.dtype, buffer.device) for p, buffer in self.staged)
+        self._expanded = tuple(i for i, (_, buffer) in enumerate(self.staged) if targets[i].shape != buffer.shape)
         self._copies = grouped_copies(targets, targets)
 
     def __bool__(self) -> bool:
@@ -387,7 +379,8 @@ class InputPlan:
             self.owner,
             self.key,
             {place: self.names[position] for position, place in places.items()},
-            tuple(replace(s, position=places[s.position]) for s in self.staged if s.position in places),
+            moved(self.staged),
+            frozenset(places[position] for position in self.written if position in places),
             moved(self.constants),
             moved(self.layouts),
             moved(self.viewed_strides),
@@ -402,7 +395,8 @@ class InputPlan:
             plans[0].owner if plans else owner,
             plans[0].key if plans else None,
             {p: name for plan in plans for p, name in plan.names.items()},
-            tuple(staged for plan in plans for staged in plan.staged),
+            tuple(pair for plan in plans for pair in plan.staged),
+            frozenset[int]().union(*(plan.written for plan in plans)),
             tuple({(p, id(v)): (p, v) for plan in plans for p, v in plan.constants}.values()),
             tuple(layouts.values()),
             tuple(dict.fromkeys(pair for plan in plans for pair in plan.viewed_strides)),
@@ -416,7 +410,7 @@ class InputPlan:
             if leaf.shape != shape or leaf.dtype != dtype or leaf.device != device:  # guard: staged_dtype, staged_shape
                 raise self._does_not_fit(position, leaf, f"{tuple(shape)} {dtype} on {device}")
         for index in self._expanded:
-            position, buffer = self.staged[index].position, self.staged[index].buffer
+            position, buffer = self.staged[index]
             if args[position].stride() != buffer.stride():  # guard: expanded_strides
                 raise ShapeError(
                     f"input {self.names[position]} is not expanded as it was at capture",
@@ -452,14 +446,14 @@ class InputPlan:
         """Copy the inputs into their buffers, with one foreach copy per group of matching tensors."""
         sources = [args[position] for position, *_ in self._fits]
         for index in self._expanded:
-            sources[index] = distinct_elements(sources[index], name=self.names[self.staged[index].position])
+            sources[index] = distinct_elements(sources[index], name=self.names[self.staged[index][0]])
         self._copies(sources)
 
     def copy_back(self, args: Sequence[Any]) -> None:
         """Copy the buffers that the region writes to back into the caller's tensors."""
-        for staged in self.staged:
-            if staged.is_written:
-                distinct_elements(args[staged.position], name=self.names[staged.position]).copy_(staged.target)
+        for (position, _), target in zip(self.staged, self._targets, strict=True):
+            if position in self.written:
+                distinct_elements(args[position], name=self.names[position]).copy_(target)
 
     def _check_layouts(self, tensors: Sequence[torch.Tensor]) -> None:
         for (position, static), found in zip(self.layouts, tensors, strict=True):

@@ -196,7 +196,7 @@ class CUDAGraphWrapper:
             plan, outputs = entry.plan, entry.outputs
             plan.check(leaves, context)
             clones = self._clones if clone is None else clone
-            if plan.inputs.mutates or entry.outputs.viewed_positions:  # guard: stale_arguments_in_views
+            if plan.inputs.written or entry.outputs.viewed_positions:  # guard: stale_arguments_in_views
                 leaves = lease.without_stale(leaves, plan.dynamic_positions)
             compare = None
             if self._policy.compare:
