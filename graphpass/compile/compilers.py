@@ -149,9 +149,10 @@ def trace_alone(trace: TraceFunction, graph_module: fx.GraphModule, symbols: Seq
         inputs = inputs_within(inputs_of(graph_module), {})
         if inputs is None:
             return RegionTrace(None, "its inputs have layouts that cannot be reproduced")
-        with dynamo.tracing_with(inputs.fake_mode):
-            dynamo.aot_eager(own_copy(graph_module, keep_shapes=False), inputs.values, show)
-        return show.result((inputs.symbols.get(symbol), symbol) for symbol in symbols)
+        values, fake_mode, renamed = inputs
+        with dynamo.tracing_with(fake_mode):
+            dynamo.aot_eager(own_copy(graph_module, keep_shapes=False), values, show)
+        return show.result((renamed.get(symbol), symbol) for symbol in symbols)
     except Exception as error:
         return RegionTrace(None, f"it cannot be traced to aten: {summary(error)}")
 

@@ -332,19 +332,20 @@ def _compiled(
     ) -> SizedArtifact | None:
         """An artifact for sizes within bounds, see :func:`inputs_within`; None if its inputs cannot be reproduced."""
         inputs = inputs_within(examples, bounds, sizes) if places.keys() >= bounds.keys() else None
-        if inputs is None or (written is not None and written.defeat_compilers(inputs.values)):
+        if inputs is None or (written is not None and written.defeat_compilers(inputs[0])):
             return None
+        values, fake_mode, renamed = inputs
         # guard: made_in_variants
         again = trace(region) if trace and reader and reader.changed and not is_plain else None
         shown = [] if again is None else [TraceOnce(again, graph_module)]
-        with dynamo.tracing_with(inputs.fake_mode):
+        with dynamo.tracing_with(fake_mode):
             copy = own_copy(graph_module, keep_shapes=False)
             if saving.are_serializable():  # torch saves no graph with a method of what is not known to be a tensor
-                symbolic.set_values(copy, inputs.values, inputs.fake_mode)  # guard: saved_method_calls
-            function = compiler.compile(copy, inputs.values, *shown, **settings)
+                symbolic.set_values(copy, values, fake_mode)  # guard: saved_method_calls
+            function = compiler.compile(copy, values, *shown, **settings)
         if reader and again and again.decisions != reader.decisions:  # guard: made_variants_agree
             return None
-        symbols, facts = tuple(map(inputs.symbols.__getitem__, bounds)), symbolic.facts_of(inputs.fake_mode.shape_env)
+        symbols, facts = tuple(map(renamed.__getitem__, bounds)), symbolic.facts_of(fake_mode.shape_env)
         return SizedArtifact(function, tuple(places[of] for of in bounds), tuple(bounds.values()), symbols, facts)
 
     places = symbolic.places_of(examples)

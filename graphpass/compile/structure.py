@@ -216,24 +216,18 @@ def _canonical(symbol: sympy.Symbol, number: int) -> sympy.Symbol:
     return sympy.Symbol(f"z{number}", **symbol.assumptions0)
 
 
-@dataclass(frozen=True, slots=True)
-class SpecializedInputs:
-    """A copy of a region's example inputs, over a new shape environment. See Note [Guards of a compilation]."""
-
-    values: list[Any]  #: one fake tensor or size for each input
-    fake_mode: Any  #: the fake mode of the tensors
-    symbols: Mapping[sympy.Symbol, Any]  #: symbol of the region -> its new symbol, or its fixed value
-
-
 def inputs_within(
     examples: Sequence[Any],
     bounds: Mapping[sympy.Symbol, tuple[int | None, int | None]],
     sizes: Mapping[sympy.Symbol, int] | None = None,
-) -> SpecializedInputs | None:
+) -> tuple[list[Any], Any, Mapping[sympy.Symbol, Any]] | None:
     """Inputs like ``examples`` with symbols within ``bounds``; None if a layout cannot be reproduced.
 
     ``bounds`` gives the smallest and the largest size of a symbol, None for any; equal bounds fix the symbol.
     ``sizes`` are the sizes to trace with, those of the examples by default.
+
+    Returns one fake tensor or size for each input, over a new shape environment, see Note [Guards of a compilation];
+    the fake mode of the tensors; and {symbol of the region: its new symbol, or its fixed value}.
     """
     tensors = [value for value in examples if isinstance(value, torch.Tensor)]
     if any(t.layout is not torch.strided or memory.is_lazy(t) for t in tensors):
@@ -253,7 +247,7 @@ def inputs_within(
                 values.append(_like(value, env, symbols, storages))
             else:
                 values.append(symbolic.size_of(env, symbolic.expression_of(value), symbols))
-    return SpecializedInputs(values, fake_mode, symbols)
+    return values, fake_mode, symbols
 
 
 def symbols_of(examples: Iterable[Any]) -> tuple[sympy.Symbol, ...]:
