@@ -96,12 +96,8 @@ def _measured(model: Any, batch: int, variant: str, given: dict[str, Any], floor
         call = partial(compiled, input_ids=ids, use_cache=False)
         compile_s = 2 * seconds(call, model.device, calls=2)
         error = float((call()[0].float() - exact).norm() / exact.norm())
-        graphs = [
-            entry.graph
-            for wrapper in runtime._alive()
-            for key in wrapper.captured()
-            for entry in wrapper.table.at(key)
-        ]
+        tables = runtime._tables()
+        graphs = [entry.graph for table in tables for key in table.descriptors() for entry in table.at(key)]
         assert len(graphs) == 1, f"the step is one graph, not {len(graphs)}: {runtime.report()}"
         replay_ms, call_ms = (_median_ms(model.device, step) for step in (graphs[0].replay, call))
     tuned = runtime.report().figures.costs.tuned

@@ -75,7 +75,7 @@ def steps_ms(steps: Mapping[str, Callable[[], Any]], device: torch.device, calls
 
 def raw_replay(fast: Any) -> Callable[[], None]:
     """The replay of the only graph that a compiled model has."""
-    tables = gp.runtime_of(fast)._alive()
+    tables = gp.runtime_of(fast)._tables()
     (entry,) = (entry for table in tables for key in table.descriptors() for entry in table.at(key))
     return entry.graph.replay
 
