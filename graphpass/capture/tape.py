@@ -73,7 +73,10 @@ class _Step:
 
 
 class _Tape(operators.TorchDispatchMode):
-    """Records every op that is dispatched. It references all argument tensors, so no recorded address is reused."""
+    """Records every op that is dispatched, and replays them in the inference mode that they were recorded in.
+
+    It references all argument tensors, so no recorded address is reused.
+    """
 
     supports_higher_order_operators = True
 
@@ -84,6 +87,15 @@ class _Tape(operators.TorchDispatchMode):
         self._is_inside_opaque = False
         self._reads: list[_HostReads] = []
         self._announced: list[list[torch.Tensor]] | None = None
+        self._inference = torch.is_inference_mode_enabled()
+
+    def replay(self) -> None:
+        with torch.inference_mode(self._inference), torch.no_grad():
+            for step in self.steps:
+                step.run()
+
+    def reset(self) -> None:
+        self.steps = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -212,22 +224,6 @@ class _HostReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _TapeGraph:
-    """The recorded steps, replayed in the inference mode they were recorded in."""
-
-    def __init__(self, steps: Sequence[_Step]) -> None:
-        self._steps = tuple(steps)
-        self._inference = torch.is_inference_mode_enabled()
-
-    def replay(self) -> None:
-        with torch.inference_mode(self._inference), torch.no_grad():
-            for step in self._steps:
-                step.run()
-
-    def reset(self) -> None:
-        self._steps = ()
-
-
 class TapeDevice:
     """Records and replays on the CPU, with the methods of :class:`~graphpass.capture.cuda.CudaDevice`.
 
@@ -252,7 +248,7 @@ class TapeDevice:
 
     def record(
         self, body: Callable[[], Sequence[Any]], generators: Sequence[torch.Generator]
-    ) -> tuple[_TapeGraph, Sequence[Any]]:
+    ) -> tuple[_Tape, Sequence[Any]]:
         """Record ``body``, which takes effect; the generators need no registration."""
         self._tape = tape = _Tape()
         try:
@@ -263,7 +259,7 @@ class TapeDevice:
         self._made = frozenset(tape.made)
         targets = (target for step in tape.steps for _, target in step.targets)
         self._num_bytes += sum({storage_id(target): target.untyped_storage().nbytes() for target in targets}.values())
-        return _TapeGraph(tape.steps), outputs
+        return tape, outputs
 
     def timed(self, replay: Callable[[], object]) -> Callable[[], float | None]:
         """Nothing: a tape is no measure of a graph's time."""
