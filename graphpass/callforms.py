@@ -88,7 +88,7 @@ class CallForms:
                 self._fallbacks.report_late(
                     f"a call with {len(args)} positional arguments and {', '.join(kwargs) or 'no others'}"
                 )
-            function = _function_of_form(self.model, self._uncompiled(), len(args), tuple(kwargs))
+            function = self._function(args, kwargs)
             self._saved.load(function, form)
             compiled = torch.compile(function, backend=self._backend, dynamic=self._is_dynamic, options=self._options)
             self._forms[form] = compiled
@@ -104,11 +104,13 @@ class CallForms:
         self._fallbacks.report_uncompiled(seen)
         return result
 
+    def _function(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+        return _function_of_form(self.model, self._uncompiled(), len(args), tuple(kwargs))
+
     def save(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Save what the compilation of such a call has made, where ``warm_start`` is set."""
         args, kwargs = self._positional_first(args, kwargs)
-        function = _function_of_form(self.model, self._uncompiled(), len(args), tuple(kwargs))
-        self._saved.save(function, (len(args), *kwargs), (*args, *kwargs.values()))
+        self._saved.save(self._function(args, kwargs), (len(args), *kwargs), (*args, *kwargs.values()))
 
     def gives_saved_bits(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether such a call has the result that was saved with it, where it was loaded; see :class:`SavedCalls`."""

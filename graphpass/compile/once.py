@@ -234,10 +234,9 @@ class RegionCompiler:
             key = (structure.key, tuning is not None, decided, *wanted)
             artifact = self._known.get(key)
             if artifact is None or not _assume(structure, artifact):  # guard: artifact_guards
-                if waits and trace is None and _may_wait(region, structure, chosen):
-                    artifact = self._known[key] = _waiting(region, chosen)
-                else:
-                    artifact = self._known[key] = _compiled(region, structure, facts, wanted, chosen, trace, tuning)
+                late = waits and trace is None and _may_wait(region, structure, chosen)
+                artifact = _compiled(region, structure, facts, wanted, chosen, trace, tuning, waits=late)
+                self._known[key] = artifact
                 num_new += 0 if isinstance(artifact.function, WaitingFunction) else 1 + len(artifact.sized or ())
             if trace is not None:
                 if artifact.trace is None:
@@ -285,29 +284,23 @@ def _assume(structure: Structure, artifact: CompiledRegion) -> bool:
     return symbolic.guard_on(structure.shape_env, structure.own(artifact.guards))
 
 
-def _prepared(region: Any, compiler: Compiler) -> tuple[list[Any], WrittenInputs | None, str | None]:
-    """The example inputs, the check of those that are written to, and why an artifact would be wrong for them."""
-    examples, problem = inputs_of(region.graph_module), None
+def _prepared(
+    region: Any, compiler: Compiler, *, waits: bool
+) -> tuple[list[Any], WrittenInputs | None, CompiledRegion | None]:
+    """The example inputs, the check of those that are written to, and the region if nothing is compiled now."""
+    examples, problem, as_traced = inputs_of(region.graph_module), None, region.graph_module.forward
     written = WrittenInputs.of(examples, region.mutated_inputs) if compiler.functionalizes else None
     if compiler.functionalizes and any(map(memory.is_lazy, examples)):  # guard: lazy_inputs
         problem = "an input is a lazy conjugate or negative, whose memory compiled code reads as it is"
     elif written is not None and written.defeat_compilers(examples):
         problem = _WRITES_TO_SHARED
-    return examples, written, problem
-
-
-def _as_traced(graph_module: fx.GraphModule, problem: str) -> CompiledRegion:
-    return CompiledRegion(
-        graph_module.forward, opaque=False, uncompiled=graph_module.forward, trace=RegionTrace(None, problem)
-    )
-
-
-def _waiting(region: Any, compiler: Compiler) -> CompiledRegion:
-    graph_module, (examples, written, problem) = region.graph_module, _prepared(region, compiler)
+    made = None
     if problem is not None:
-        return _as_traced(graph_module, problem)
-    late = WaitingFunction(graph_module, examples, compiler)
-    return CompiledRegion(late, compiler.opaque, graph_module.forward, trace=None, written_inputs=written)
+        made = CompiledRegion(as_traced, opaque=False, uncompiled=as_traced, trace=RegionTrace(None, problem))
+    elif waits:
+        late = WaitingFunction(region.graph_module, examples, compiler)
+        made = CompiledRegion(late, compiler.opaque, as_traced, trace=None, written_inputs=written)
+    return examples, written, made
 
 
 def _compiled(
@@ -318,11 +311,13 @@ def _compiled(
     compiler: Compiler,
     trace: TraceOf | None,
     tuning: Tuning | None,
+    *,
+    waits: bool,
 ) -> CompiledRegion:
     """Compile one region. ``known`` are the facts when its key was computed; later facts become guards."""
-    graph_module, (examples, written, problem) = region.graph_module, _prepared(region, compiler)
-    if problem is not None:
-        return _as_traced(graph_module, problem)
+    graph_module, (examples, written, made) = region.graph_module, _prepared(region, compiler, waits=waits)
+    if made is not None:
+        return made
 
     def within(
         bounds: Mapping[sympy.Symbol, tuple[int | None, int | None]],
@@ -353,8 +348,7 @@ def _compiled(
     show = None if reader is None else TraceOnce(reader, graph_module)
     with dynamo.floats_as_tensors(examples):
         function = compiler.compile(own_copy(graph_module), examples, *([] if show is None else [show]))
-    added = [guard for guard in symbolic.facts_of(structure.shape_env) if guard not in known]
-    sized = None
+    added, sized = [guard for guard in symbolic.facts_of(structure.shape_env) if guard not in known], None
     if wanted and places.get(symbol := structure.symbols[wanted[0]], (0, 0))[1] is None:
         sized = tuple(filter(None, (within({symbol: bounds}) for bounds in wanted[1])))
     computed = replace(region, graph_module=reader.changed) if reader and reader.changed else region
