@@ -21,6 +21,7 @@ from graphpass.padding.program import GETITEM, AtenGraph, AtenNode, Ref
 from graphpass.padding.values import Size, operator_named
 
 aten, prims = torch.ops.aten, torch.ops.prims
+_EFFICIENT = aten._scaled_dot_product_efficient_attention.default
 
 
 def write(
@@ -40,7 +41,7 @@ def write(
         real_sizes: the placeholder of the real sizes, int32, and {symbol: its entry}.
     """
     fake_mode: Any = symbolic.fake_mode_of([symbolic.example_value(node) for node in _placeholders(graph_module)])
-    with symbolic.quiet_shapes(fake_mode), fake_mode, torch.no_grad():
+    with symbolic.quiet_shapes(fake_mode), symbolic.python_dispatcher(), fake_mode, torch.no_grad():
         _Writer(graph_module, recorded, real_sizes).run(original, made)
     graph_module.graph.lint()
     graph_module.recompile()
@@ -175,6 +176,18 @@ class _Writer:
                     own.update_arg(position, value)
                 else:
                     own.update_kwarg(argument.name, value)
+        if own.target is _EFFICIENT and "attn_bias" in changed:  # guard: made_bias_is_aligned
+            self._before = own
+            own.update_arg(3, self._aligned(own.args[3]))
+
+    def _aligned(self, bias: Any) -> fx.Node:
+        """A bias whose rows are a multiple of 8 entries apart, as ATen lays it out for its efficient kernel."""
+        if bias.target is aten.expand.default:
+            return self.call(aten.expand.default, self._aligned(bias.args[0]), bias.args[1])
+        keys = self.call(aten.sym_size.int, bias, -1)
+        behind = self.call(operator.mod, self.call(operator.neg, keys), 8)
+        wide = self.call(aten.constant_pad_nd.default, bias, [0, behind])
+        return self.call(aten.slice.Tensor, wide, -1, 0, keys)
 
     def _with_one_more(self, own: fx.Node, dims: Sequence[int]) -> fx.Node:
         """A write along ``dims`` to a tensor with one entry more, which takes what padding writes and is cut off."""

@@ -7,14 +7,17 @@ and returns what it returns without padding.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch import Tensor
 
+from graphpass.compat import symbolic
 from graphpass.padding import (
     Asked,
     AtenGraph,
@@ -121,6 +124,29 @@ def test_a_layer_whose_length_is_not_padded_stays_one_operator() -> None:
     targets = [node.target for node in exchanging.exchanged(traced.graph, [of["s"]], {}).graph.nodes]
     assert torch.ops.aten._transformer_encoder_layer_fwd.default not in targets
     assert torch.ops.aten.native_layer_norm.default in targets
+
+
+@pytest.mark.parametrize("is_expanded", [False, True])
+def test_a_bias_of_the_efficient_kernel_is_aligned(is_expanded: bool) -> None:
+    """As ATen makes it: rows of a multiple of 8 entries, whatever the sizes of a call."""
+
+    def attends(q: Tensor, k: Tensor, c: Tensor, free: Tensor) -> Tensor:
+        bias = torch.where(free[:, None, None] & free[:, None, :, None], 0.0, -math.inf).to(q.dtype)
+        bias = bias.expand(-1, 2, -1, -1) if is_expanded else torch.cat([bias, bias], 1)
+        return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, c, bias, False)[0]
+
+    traced = trace(attends)
+    graph = MadeGraph(traced.graph, traced.symbols, traced.declared)
+    assert set(graph.fields) == {"b", "s"}
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    (node,) = graph.module.graph.find_nodes(op="call_function", target=kernel)
+    bias = node.args[3].meta["val"]
+    expressions = [symbolic.expression_of(size) for size in (*bias.shape, *bias.stride())]
+    for length in range(2, 20):
+        sizes = {symbol: 3 if field == "b" else length for symbol, field in traced.symbols.items()}
+        numbers = [int(sympy.sympify(size).xreplace(sizes)) for size in expressions]
+        assert numbers[:4] == [3, 2, length, length]
+        assert [stride % 8 for stride in numbers[4:]] == [0, 0, 0, 1]
 
 
 def test_sizes_of_one_field_are_not_told_apart() -> None:
