@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import sys
@@ -196,10 +197,16 @@ def calls() -> list[TableCall]:
     ]
 
 
+@functools.cache
+def grid_tables() -> GridTables:
+    """It tries its calls when it is made, which takes a hundred times as long as a batch."""
+    return GridTables(calls(), UNIT, MERGE)
+
+
 @given(frames=FRAMES, is_padded=st.booleans())
 def test_tables_are_those_of_the_whole_batch(frames: list[Grid], is_padded: bool) -> None:
     """And there is room for them, and padding is a sequence of its own, of places of its own."""
-    tables = GridTables(calls(), UNIT, MERGE)
+    tables = grid_tables()
     grids = [(count, MERGE * height, MERGE * width) for count, height, width in frames]
     real = [grid for grid in grids if math.prod(grid)]
     tokens, num_frames = sum(map(math.prod, real)) // UNIT, sum(count for count, *_ in real)
