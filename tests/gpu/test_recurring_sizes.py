@@ -13,7 +13,6 @@ from torch import nn
 
 from graphpass import GraphRuntime, precapture
 from graphpass.capture.cuda import PROCESS_MEMORY, CudaDevice
-from graphpass.dispatch import owngraphs
 from graphpass.dispatch.owngraphs import OwnGraphs
 from tests.threads import in_threads
 
@@ -162,35 +161,3 @@ def test_threads_captures_replacements_and_new_weights(num_calls: int) -> None:
         in_threads(run, 6)
         assert seen, f"no size had a graph of its own: {rt.report()}"
     assert graph_bytes() == 0
-
-
-def centred(x: torch.Tensor) -> torch.Tensor:
-    """Padding is made before each of many sums over it, which are all that there is to compute."""
-    for _ in range(8):
-        x = x - x.relu().mean(1, keepdim=True).tanh()
-    return x
-
-
-def test_an_own_graph_is_compiled_without_insertions_once_they_have_cost_enough(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(owngraphs, "SHARE_OF_TIME", 1e9)  # any time is enough
-    text = "without what makes padding neutral"
-    with GraphRuntime() as rt:
-        options = {"compiler": "inductor", "runtime": rt, "dispatch": "auto"}
-        compiled = torch.compile(centred, backend="cgpass", dynamic=True, options=options)
-
-        def called(length: int) -> None:
-            x = torch.randn(8, length, WIDTH, device="cuda")
-            with torch.no_grad():
-                torch.testing.assert_close(compiled(x), centred(x), rtol=1e-4, atol=1e-4)
-
-        for length in (96, 95, 96):
-            called(length)
-        for _ in range(MOST_CALLS):
-            if any(text in note for note in rt.ledger.notes()):
-                break
-            called(65)
-        assert any(text in note for note in rt.ledger.notes())
-        for length in (65, 66, 65, 95, 65, 40, 40, 40):
-            called(length)

@@ -12,7 +12,6 @@ from torch import nn
 import graphpass as gp
 from graphpass.compat import configuration
 from graphpass.compile import tuning
-from tests.gpu.shared import fresh_op
 
 pytestmark = [pytest.mark.cuda, pytest.mark.alone]
 
@@ -101,52 +100,6 @@ def test_a_loaded_start_has_the_variants_that_were_chosen(step: Step, tmp_path: 
     assert torch.equal(again, bits)
     assert loaded.settings == chosen.settings
     assert chosen.tuning_s > loaded.tuning_s == 0
-
-
-def test_what_the_step_counts_is_what_it_counts_untuned(step: Step) -> None:
-    x = torch.randn(1, 512, device="cuda", dtype=torch.bfloat16)
-    tuned = graphed(step, x, tune_seconds=20)
-    step.calls.zero_()
-    for _ in range(5):
-        tuned(x)
-    assert int(step.calls) == 5
-    tuned.close()
-
-
-def test_ranges_of_sizes_are_tuned_apart() -> None:
-    step = Step().cuda().bfloat16().eval()
-    example = torch.randn(16, 512, device="cuda", dtype=torch.bfloat16)
-    tuned = graphed(step, example, capture_sizes=[1, 4, 8, 16, 64], dynamic_dims={"x": 0})
-    assert [found.sizes for found in tuned.report().figures.costs.tuned] == ["9 and more", "2 to 8", ""]
-    with torch.no_grad():
-        for size in (1, 3, 8, 11, 64):
-            x = torch.randn(size, 512, device="cuda", dtype=torch.bfloat16)
-            torch.testing.assert_close(tuned(x), step(x), rtol=5e-2, atol=5e-2)
-    tuned.close()
-
-
-@fresh_op("graphpass_gpu_tuning::cut")
-def cut(x: torch.Tensor) -> torch.Tensor:
-    return x.clone()
-
-
-class Pieces(Step):
-    """The same, cut after each layer."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = cut(block(x))
-        return x
-
-
-def test_equal_layers_share_one_tuning() -> None:
-    model = Pieces(4).cuda().bfloat16().eval()
-    x = torch.randn(1, 512, device="cuda", dtype=torch.bfloat16)
-    tuned = graphed(model, x, splitting_ops=["graphpass_gpu_tuning::cut"])
-    assert len(tuned.report().figures.costs.tuned) == 1
-    with torch.no_grad():
-        torch.testing.assert_close(tuned(x), model(x), rtol=5e-2, atol=5e-2)
-    tuned.close()
 
 
 def test_random_numbers_are_not_tuned_and_stay_random() -> None:

@@ -116,22 +116,6 @@ def by_tokens(fixed: float, each: float) -> Callable[[int], float]:
 
 
 @pytest.mark.parametrize(
-    ("eager", "replay", "budgets", "expected"),
-    [
-        ((1000, 1), {4: 1, 8: 9}, [4, 4], "two replays of 4 cost less than one of 8"),
-        ((1000, 1), {4: 5, 8: 9}, [8], "one replay of 8 costs less than two of 4"),
-        ((1, 0), {4: 5, 8: 9}, [None], "one eager call is cheapest"),
-        ((1000, 1), {4: 50, 8: 9}, [8], "the larger graph is cheaper"),
-    ],
-)
-def test_costs_decide(
-    eager: tuple[float, float], replay: dict[int, float], budgets: list[int | None], expected: str
-) -> None:
-    batches = pack_items([3, 4], [4, 8], 2, cost=PackingCosts(replay, by_tokens(*eager)))
-    assert [batch.budget for batch in batches] == budgets, expected
-
-
-@pytest.mark.parametrize(
     ("tokens", "cost", "batches"),
     [
         ([4, 2, 4, 3], PackingCosts({4: 100.0}, by_tokens(10, 1), 8), [((1, 3), 5, None), ((0, 2), 8, None)]),

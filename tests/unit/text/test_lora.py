@@ -15,12 +15,10 @@ from torch import nn
 
 from graphpass import (
     Batch,
-    BatchDescriptor,
     CudagraphDispatcher,
     CudaGraphManager,
     InputSpec,
     LoraKeys,
-    set_forward_context,
 )
 from graphpass.errors import DispatchError, OptionError, ShapeError
 from graphpass.offload import WeightOffloader
@@ -342,24 +340,6 @@ def test_a_layer_that_does_not_see_each_token_once_is_refused() -> None:
     manager = CudaGraphManager(adapters.wrap(model), dispatcher, specs, compiler="eager")
     with pytest.raises(ShapeError, match="a row for each of 4 tokens; found 1 rows"):
         manager.capture()
-
-
-@pytest.mark.parametrize("leading", [(12,), (1, 12), (3, 4), (3, 2, 2)])
-@pytest.mark.parametrize("count", [None, 0, 1, 2, 3, 4])
-def test_the_op_alone(leading: tuple[int, ...], count: int | None) -> None:
-    """Outside of a manager all slots are computed; with a descriptor, the first of the order."""
-    x, out = torch.randn(*leading, 5), torch.randn(*leading, 7)
-    down, up = torch.randn(3, 2, 5), torch.randn(3, 2, 7)
-    slots, order = torch.randint(-1, 3, (12,)), torch.tensor([2, 0, 1])
-    computed = range(3) if count is None else order[:count].tolist()
-    expected = out.clone().view(12, 7)
-    for row, slot in enumerate(slots.tolist()):
-        if slot in computed:
-            expected[row] += x.view(12, 5)[row] @ down[slot].t() @ up[slot]
-    key = None if count is None else BatchDescriptor(12, has_lora=count > 0, num_active_loras=count)
-    with set_forward_context(batch_descriptor=key):
-        torch.ops.graphpass.add_lora(x, out, down, up, slots, order)
-    torch.testing.assert_close(out.view(12, 7), expected, rtol=1e-5, atol=1e-5)
 
 
 @given(st.lists(st.sampled_from([None, *NAMES]), max_size=LARGEST), st.data())
