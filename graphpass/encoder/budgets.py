@@ -7,9 +7,8 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -92,32 +91,32 @@ class EncoderLadder:
 
         A key whose capture fails gets no graph.
         """
-        fits = self._what_fits()
-        graphs = EncoderGraphs(self, graph_pool)
+        fits, graphs = self._what_fits(), EncoderGraphs(self, graph_pool)
         try:
-            with graphs.runtime.capturing():
-                budgets, failed = self._capture_keys(graphs, self.keys, fits)
-            captured = list(budgets)
-            planner = self.planner(captured, self._costs(graphs, captured))  # guard: encoder_failed_budget
-            state = ModelState.of_object(self.model)
-            graphs.memory.settle()  # release memory that warm-ups left in the allocator's cache
+            return self._with_missing(graphs, {}, (), fits)
         except BaseException:
             graphs.close()
             raise
-        return CapturedEncoder(graphs, budgets, tuple(failed), planner, state)
 
     def extend(self, captured: CapturedEncoder) -> CapturedEncoder:
         """Capture the keys that ``captured`` lacks beside its graphs, and measure the costs of all keys again."""
-        graphs, present = captured.graphs, captured.budgets
-        without = {key for key, _ in captured.failed}
-        new = [key for key in self.keys if key not in present and key not in without]
+        return self._with_missing(captured.graphs, captured.budgets, captured.failed, self._what_fits())
+
+    def _with_missing(
+        self,
+        graphs: EncoderGraphs,
+        present: Mapping[EncoderGraphKey, CapturedGraph],
+        failed: Sequence[tuple[EncoderGraphKey, Reason]],
+        fits: PoolModel,
+    ) -> CapturedEncoder:
+        known = {*present, *(key for key, _ in failed)}
+        missing = [key for key in self.keys if key not in known]
         with graphs.runtime.capturing():
-            budgets, failed = self._capture_keys(graphs, new, self._what_fits(), present)
-        keys = [key for key in self.keys if key in budgets]
-        planner = self.planner(keys, self._costs(graphs, keys))
-        graphs.memory.settle()
-        known = {key: budgets[key] for key in keys}
-        return replace(captured, budgets=known, failed=(*captured.failed, *failed), planner=planner)
+            budgets, more_failed = self._capture_keys(graphs, missing, fits, present)
+        captured = {key: budgets[key] for key in self.keys if key in budgets}
+        planner = self.planner(list(captured), self._costs(graphs, list(captured)))  # guard: encoder_failed_budget
+        graphs.memory.settle()  # release memory that warm-ups left in the allocator's cache
+        return CapturedEncoder(graphs, captured, (*failed, *more_failed), planner, ModelState.of_object(self.model))
 
     def estimate(self) -> MemoryEstimate:
         """Estimate the memory that :meth:`capture` needs, from at most three captures in a throwaway pool."""
@@ -150,7 +149,7 @@ class EncoderLadder:
         graphs: EncoderGraphs,
         missing: Sequence[EncoderGraphKey],
         fits: PoolModel,
-        present: Mapping[EncoderGraphKey, CapturedGraph] = MappingProxyType({}),
+        present: Mapping[EncoderGraphKey, CapturedGraph],
     ) -> tuple[dict[EncoderGraphKey, CapturedGraph], list[tuple[EncoderGraphKey, Reason]]]:
         """Capture the ``missing`` keys beside ``present`` ones.
 

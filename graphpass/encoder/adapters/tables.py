@@ -26,7 +26,7 @@ from graphpass.errors import EncoderConfigError
 
 _LIBRARY = "transformers."
 _ROWS, _INDEX, _BOUNDS = "rows", "index", "bounds"
-_KEPT = 256
+_KEPT, _KEPT_BATCHES = 256, 16
 OWN_TOWER = "implement the protocol for it: docs/encoder_protocol.md"
 _STRIP = 64
 GRID_KEY = "grid_thw"
@@ -122,7 +122,7 @@ class GridTables:
 
     def __post_init__(self) -> None:
         self._words_of_item = functools.lru_cache(_KEPT)(self._flat_words)
-        self._words_of_batch = functools.lru_cache(_KEPT)(self._counted_words)
+        self._joined = functools.lru_cache(_KEPT_BATCHES)(self._join)
         first, second = (2, 4 * self.merge, 6 * self.merge), (1, 2 * self.merge, 4 * self.merge)
         numbers = (first, 2 * first[1] * first[2]), (second, second[1] * second[2])
         (one, patches), (other, _) = ((self._tables([grid]), count) for grid, count in numbers)
@@ -168,25 +168,10 @@ class GridTables:
 
         They are joined and padded in pinned memory, and copied at once. Padding is a sequence of its own.
         """
-        grids = [grid for grid in grids if math.prod(grid)]
-        each = list(map(self._words_of_item, grids))
-        words: dict[str, list[Words]] = {n: [item[n] for item in each] for n in self.kinds if self._is_cut(n)}
-        words |= {name: [table] for name, table in self._words_of_batch(tuple(grids)).items()}
-        found = {name: sum(map(len, parts)) for name, parts in words.items()}
-        rows = {} if key is None else self.rows(key)
-        sizes = {name: max(n, rows.get(name, 0) * self._columns(name)) for name, n in found.items()}
-        flat = torch.empty(sum(sizes.values()), dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
-        on_host, start = flat.numpy(), 0
-        for name in self.names:
-            end, following = start + found[name], start + sizes[name]
-            np.concatenate([*words[name], on_host[:0]], out=on_host[start:end])
-            # guard: encoder_padded_tables
-            on_host[end:following] = self._padding(name, on_host[start:end], sizes[name])
-            if key is not None and name in self._sequences:
-                on_host[following - 1] = key.patches
-            start = following
-        on_device = flat.to(device, non_blocking=True).split([sizes[name] for name in self.names])
-        return {name: self._shaped(name, part) for name, part in zip(self.names, on_device, strict=True)}
+        flat, sizes = self._joined(tuple(grid for grid in grids if math.prod(grid)), key, device.type == "cuda")
+        # Callers may write to their copy.
+        parts = flat.to(device, non_blocking=True, copy=True).split(sizes)
+        return {name: self._shaped(name, part) for name, part in zip(self.names, parts, strict=True)}
 
     # --
 
@@ -234,9 +219,6 @@ class GridTables:
                 raise _unfit("sequences that are windows of one size", f"{name} of {height} x {width} tokens")
         return table
 
-    def _is_cut(self, name: str) -> bool:
-        return self.kinds[name].kind == _ROWS
-
     def _columns(self, name: str) -> int:
         return 3 if name == GRID_KEY else math.prod(self.kinds[name].columns) if name in self.kinds else 1
 
@@ -247,22 +229,34 @@ class GridTables:
             made[name] = made[name].diff()
         return {name: t.to(self.kinds[name].dtype).reshape(-1).numpy().view(np.int32) for name, t in made.items()}
 
-    def _counted_words(self, grids: tuple[Grid, ...]) -> dict[str, Words]:
-        """Tables that depend on the place of an item in the batch."""
-        each, nothing = list(map(self._words_of_item, grids)), np.empty(0, dtype=np.int32)
-        words = {}
-        for name in self.kinds:
-            parts = [item[name] for item in each]
-            if name in self._sequences:
-                lengths = np.concatenate([nothing, *parts])
-                words[name] = np.append(0, lengths.cumsum()).astype(np.int32)
+    def _join(
+        self, grids: tuple[Grid, ...], key: EncoderGraphKey | None, is_pinned: bool
+    ) -> tuple[torch.Tensor, list[int]]:
+        """The words of all tables of a batch, and how many each table has."""
+        each = list(map(self._words_of_item, grids))
+        words: dict[str, Words] = {}
+        for name, table in self.kinds.items():
+            parts = [np.empty(0, dtype=np.int32), *(item[name] for item in each)]
+            if table.kind == _BOUNDS:
+                lengths = np.concatenate(parts)
+                parts = [np.append(0, lengths.cumsum())]
                 words |= zip(piece_keys(name), pieces_of(lengths), strict=True)
-            elif not self._is_cut(name):
+            elif table.kind == _INDEX:
                 starts = itertools.accumulate(map(len, parts), initial=0)
-                words[name] = np.concatenate([nothing, *(part + s for part, s in zip(parts, starts, strict=False))])
+                parts = [part + start for part, start in zip(parts, starts, strict=False)]
+            words[name] = np.concatenate(parts)
         frames = [(1, height, width) for count, height, width in grids for _ in range(count)]
         words[GRID_KEY] = np.array(frames, dtype=np.int32).reshape(-1)
-        return words
+        rows = {} if key is None else self.rows(key)
+        sizes = [max(len(words[name]), rows.get(name, 0) * self._columns(name)) for name in self.names]
+        flat = torch.empty(sum(sizes), dtype=torch.int32, device="cpu", pin_memory=is_pinned)
+        for name, part in zip(self.names, np.split(flat.numpy(), np.cumsum(sizes)[:-1]), strict=True):
+            found = len(words[name])
+            part[:found] = words[name]
+            part[found:] = self._padding(name, part[:found], len(part))  # guard: encoder_padded_tables
+            if key is not None and name in self._sequences:
+                part[-1] = key.patches
+        return flat, sizes
 
     def _padding(self, name: str, found: Words, size: int) -> Any:
         """Rows of padding: valid indices, places of their own, sequences without patches, frames of one patch."""
