@@ -10,7 +10,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from graphpass.encoder.adapters import TowerAdapter, adapter_for
+from graphpass.compat import nnmodules
+from graphpass.encoder.adapters import TowerAdapter
+from graphpass.encoder.adapters.adapter import BOTH
 from graphpass.encoder.manager import EncoderCudaGraphManager
 from graphpass.encoder.options import EncoderOptions
 from graphpass.errors import EncoderConfigError
@@ -45,15 +47,13 @@ class AttachedEncoder:
     def _put(self) -> None:
         """Put the served tower in its place, or undo that and refuse."""
         model, modality = self._model, self._modality
-        before = {(id(owner), name): child for owner, name, child in _children(model)}
+        before = [(children, dict(children)) for children in map(nnmodules.child_dict, model.modules())]
         model.set_encoder(self._served, modality)
         if model.get_encoder(modality) is self._served:  # guard: attached_encoder_found
             return
-        for owner, name, child in _children(model):
-            if child is self._served and (id(owner), name) in before:
-                setattr(owner, name, before[id(owner), name])
-            elif child is self._served:
-                delattr(owner, name)
+        for children, known in before:
+            children.clear()
+            children.update(known)
         raise _unattached(f"an encoder of {modality} that set_encoder replaces", "another module after set_encoder")
 
     def items(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
@@ -109,8 +109,7 @@ def attach(
         raise _unattached(f"a model with an encoder of {modality}", f"none in {type(model).__name__}")
     if hasattr(type(tower), _ATTACHED):  # guard: attached_encoder_twice
         raise _unattached("a model without an attached encoder", "one that is attached")
-    adapter, weight = adapter_for(tower, output="both", **adapter_options), next(tower.parameters())
-    manager = EncoderCudaGraphManager(adapter, options=options, device=weight.device, dtype=weight.dtype)
+    manager = EncoderCudaGraphManager.from_model(tower, options=options, output=BOTH, **adapter_options)
     attached = AttachedEncoder(model, modality, tower, manager)
     attached._put()
     try:
@@ -142,10 +141,6 @@ def _shared(kind: type[nn.Module], module: nn.Module) -> nn.Module:
     shared = kind.__new__(kind)
     shared.__dict__ = module.__dict__
     return shared
-
-
-def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    return [(owner, name, child) for owner in model.modules() for name, child in owner.named_children()]
 
 
 def _unattached(expected: str, found: str) -> EncoderConfigError:
