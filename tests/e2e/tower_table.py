@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from graphpass.encoder.adapters import GridAdapter
+from graphpass.encoder.adapters import GridAdapter, TowerAdapter, adapter_for
 from graphpass.encoder.manager import EncoderCudaGraphManager
 from graphpass.encoder.options import EncoderOptions
 from graphpass.errors import EncoderConfigError
@@ -24,6 +24,8 @@ BEGIN, END = "<!-- towers: begin -->\n", "<!-- towers: end -->"
 HEADER = "| modeling files | items | result | calls that replay |\n|---|---|---|---|\n"
 NUM_REQUESTS, SHARE = 10, 0.9
 LADDER = (16, 64, 128, 256, 600, 1200)
+IMAGES_OF_BUDGETS = (1, 2, 4, 6, 8)
+"""Of towers of one size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +42,14 @@ class Outcome:
 def measured(family: Family, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Outcome:
     """Two passes of requests of other sizes, each item against what the tower returns for it alone."""
     tower = family.build(device, dtype)
+    limits = {"min_tokens": 8, "max_tokens": LADDER[-1], "max_frames": 16} if family.has_grids else {}
     try:
-        adapter = GridAdapter(tower, min_tokens=8, max_tokens=LADDER[-1], max_items=8, max_frames=16, output="both")
+        adapter: Any = adapter_for(tower, max_items=8, output="both", **limits)
     except EncoderConfigError as error:
         return Outcome(refusal=str(error))
-    largest = adapter.get_encoder_cudagraph_budget_range()[1]
-    options = EncoderOptions(token_budgets=[b for b in LADDER if b <= largest], costs=None, compile=False)
+    least, largest = adapter.get_encoder_cudagraph_budget_range()
+    ladder = LADDER if family.has_grids else [least * count for count in IMAGES_OF_BUDGETS]
+    options = EncoderOptions(token_budgets=[b for b in ladder if b <= largest], costs=None, compile=False)
     manager = EncoderCudaGraphManager(adapter, options=options, device=device, dtype=dtype)
     manager.capture()
     seeded, seen, differs_by, rounding, replayed = random.Random(0), set[tuple[Grid, ...]](), 0.0, 0.0, 0
@@ -75,18 +79,20 @@ def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     return difference(found.float(), expected.float())
 
 
-def _alone(adapter: GridAdapter, tower: Any, patches: torch.Tensor, grid: Grid) -> list[torch.Tensor]:
+def _alone(adapter: TowerAdapter, tower: Any, patches: torch.Tensor, grid: Grid) -> list[torch.Tensor]:
     """All that the tower returns for one item."""
     patches = patches.to(next(tower.parameters()).dtype)
+    is_packed = isinstance(adapter, GridAdapter)
+    grids = {"grid_thw": torch.tensor([grid], device=patches.device)} if is_packed else {}
     with torch.no_grad():
-        output = tower(adapter.as_taken(patches), grid_thw=torch.tensor([grid], device=patches.device))
-    values = output.values()
-    return [part for value in values for part in ((value,) if isinstance(value, torch.Tensor) else value)]
+        values = tower(adapter.as_taken(patches), **grids).values()
+    parts = [part for value in values for part in ((value,) if isinstance(value, torch.Tensor) else value)]
+    return parts if is_packed else [part[0] for part in parts]
 
 
 def row_of(family: Family, outcome: Outcome) -> str:
     """The row of one family, after its name."""
-    items = "images, clips" if family.has_clips else "images"
+    items = "images, clips" if family.has_clips else "images" if family.has_grids else "images of one size"
     if outcome.refusal:
         found = outcome.refusal.partition("; found ")[2].partition("; remedy")[0]
         return f"{items} | refused: {found.replace('|', '/')} | |"

@@ -1,4 +1,4 @@
-"""The towers of every modeling file of transformers whose image features take precomputed tables, small and seeded."""
+"""Towers of modeling files of transformers, small and seeded: all that take tables of grids, and some of one size."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ SMALL = {
     "depth": 3, "num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
     "patch_size": 4, "image_size": 20, "num_position_embeddings": 25, "out_hidden_size": 24, "rope_parameters": ROPE,
 }  # fmt: skip
+IMAGES = {
+    "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "image_size": 16,
+    "patch_size": 4,
+}  # fmt: skip
+"""Of a tower of one size."""
 WINDOWS = {"window_size": 16, "fullatt_block_indexes": [1]}
 LEVELS = {"deepstack_visual_indexes": [0, 2]}
 
@@ -29,9 +34,10 @@ class Family:
 
     name: str  #: the modeling file
     tower: str  #: the class of the tower
-    config: Mapping[str, Any] = field(default_factory=dict)  #: what differs from ``SMALL``
+    config: Mapping[str, Any] = field(default_factory=dict)  #: what differs from ``SMALL`` or ``IMAGES``
     has_clips: bool = True  #: its tower takes clips of several temporal slices
     of: str = ""  #: the modeling file of the tower, if it is another one
+    has_grids: bool = True  #: it takes images of any size; else of ``config.image_size`` alone
 
     def __str__(self) -> str:
         return self.name
@@ -47,17 +53,23 @@ class Family:
         modeling = importlib.import_module(f"transformers.models.{of}.modeling_{of}")
         kind = getattr(modeling, self.tower)
         torch.manual_seed(0)
-        tower = kind(kind.config_class(**{**SMALL, **self.config})).eval()
+        tower = kind(kind.config_class(**{**(SMALL if self.has_grids else IMAGES), **self.config})).eval()
         far_from_initial(tower)
         return tower.to(device, dtype)
 
     def sizes(self, seeded: random.Random) -> list[Grid]:
-        """Grids of one to five images, and clips if it takes them."""
+        """Grids of one to five images, and clips if it takes them; as many rows as images of one size."""
+        if not self.has_grids:
+            return [(1, 1, 1)] * seeded.randint(1, 99)
         frames = [1, 1, 1, 2, 3] if self.has_clips else [1]
         sides = range(2, 22, 2)
         return [
             (seeded.choice(frames), seeded.choice(sides), seeded.choice(sides)) for _ in range(seeded.randint(1, 5))
         ]
+
+
+def of_one_size(name: str, tower: str, **config: Any) -> Family:
+    return Family(name, tower, config, has_clips=False, has_grids=False)
 
 
 def patches_of(grids: Sequence[Grid], shape: Sequence[int], weight: torch.Tensor, seed: int = 0) -> torch.Tensor:
@@ -98,4 +110,18 @@ FAMILIES = (
     Family("qwen3_vl_moe", "Qwen3VLMoeVisionModel", LEVELS),
     Family("qwen4_exp", "Qwen4ExpVisionModel"),
     Family("video_llama_3", "VideoLlama3VisionModel"),
+    of_one_size("aimv2", "Aimv2VisionModel"),
+    of_one_size("beit", "BeitModel"),
+    of_one_size("blip", "BlipVisionModel"),
+    of_one_size("clip", "CLIPVisionModel"),
+    of_one_size("deit", "DeiTModel"),
+    of_one_size("dinov2", "Dinov2Model"),
+    of_one_size("dinov2_with_registers", "Dinov2WithRegistersModel"),
+    of_one_size("dinov3_vit", "DINOv3ViTModel"),
+    of_one_size("ijepa", "IJepaModel"),
+    of_one_size("internvl", "InternVLVisionModel", image_size=(16, 16), patch_size=(4, 4)),
+    of_one_size("metaclip_2", "MetaClip2VisionModel"),
+    of_one_size("siglip", "SiglipVisionModel"),
+    of_one_size("siglip2", "Siglip2VisionModel"),
+    of_one_size("vit", "ViTModel"),
 )
