@@ -98,7 +98,7 @@ class _TableKind:
     columns: tuple[int, ...] = ()
     dtype: torch.dtype = torch.int32
     patches_per_row: int = 1
-    tokens_per_sequence: int = 0  #: of sequences: a strip of tokens is cut after so many; 0: a frame is one sequence
+    tokens_per_sequence: int = 0  #: of sequences: a frame has one more for so many tokens, at most; 0: it is one
     longest: int | None = None  #: of sequences: most patches; None: all patches of a batch
 
     def sequences(self, frames: int, tokens: int) -> int:
@@ -202,22 +202,18 @@ class GridTables:
 
     def _sequences_like(self, name: str) -> _TableKind:
         """Measure into how many sequences frames are cut, and how long these are."""
-
-        def lengths(height: int, width: int) -> list[int]:
-            found: list[int] = self._tables([(1, height * self.merge, width * self.merge)])[name].diff().tolist()
-            return found
-
-        strips = [lengths(1, width) for width in range(1, _STRIP)], [lengths(height, 1) for height in range(1, _STRIP)]
-        whole = [next((n for n, cut in enumerate(of, 1) if len(cut) > 1), 0) - 1 for of in strips]
-        if max(whole) < 1:
+        strips = [side for length in range(1, _STRIP) for side in ((1, length), (length, 1))]
+        cut: list[tuple[int, list[int]]] = []
+        for height, width in (*strips, *itertools.product((2, 3, 5, 8, 13, 16), repeat=2), (_STRIP, _STRIP)):
+            lengths = self._tables([(1, height * self.merge, width * self.merge)])[name].diff().tolist()
+            if len(lengths) > 1:
+                cut.append((height * width * self.merge**2 // self.unit, lengths))
+        if not cut:
             return _TableKind(_BOUNDS)
-        per_sequence = min(side for side in whole if side > 0) * self.merge**2 // self.unit
-        table = _TableKind(_BOUNDS, tokens_per_sequence=per_sequence, longest=max(lengths(_STRIP, _STRIP)))
-        for height, width in itertools.product((1, 2, 3, 5, 8, 13, 16), repeat=2):
-            tokens = height * width * self.merge**2 // self.unit
-            if len(lengths(height, width)) > table.sequences(1, tokens):
-                raise _unfit("sequences that are windows of one size", f"{name} of {height} x {width} tokens")
-        return table
+        per_sequence = min(tokens // (len(lengths) - 1) for tokens, lengths in cut)
+        if not per_sequence:
+            raise _unfit("sequences of a token or more", f"more sequences than tokens in {name}")
+        return _TableKind(_BOUNDS, tokens_per_sequence=per_sequence, longest=max(max(lengths) for _, lengths in cut))
 
     def _columns(self, name: str) -> int:
         return 3 if name == GRID_KEY else math.prod(self.kinds[name].columns) if name in self.kinds else 1
