@@ -6,7 +6,8 @@ alone, the part that ``attach`` changes. The rest, the decoder's prefill and wha
 both sides of the ratio. Before anything is timed, the first token with ``attach`` is compared with the stock model's,
 and the tower's features with the stock tower's.
 
-``--smoke`` runs tiny sizes on a CPU: the code, not the figures.
+``--tune`` lets Inductor's settings for the tower be measured. ``--smoke`` runs tiny sizes on a CPU: the code, not the
+figures.
 """
 
 from __future__ import annotations
@@ -116,14 +117,18 @@ def _medians(timings: Mapping[str, Timing], part: str, form: str) -> tuple[float
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure one and twenty images."""
-    options = parser_of("first_token", __doc__, rounds=None).parse_args(arguments)
+    parser = parser_of("first_token", __doc__, rounds=None)
+    parser.add_argument("--tune", action="store_true", help="measure Inductor's settings for the tower")
+    options = parser.parse_args(arguments)
     if is_skipped("first_token", options):
         return
     device, rounds = gpu_or_cpu(options.smoke), options.rounds or (1 if options.smoke else 15)
     grid, counts, most = ((1, 4, 6), (1, 3), 64) if options.smoke else ((1, 40, 44), (1, 20), 8800)
     model = make_model(options.smoke, device)
     tower = model.get_encoder("image")
-    given = EncoderOptions(token_budgets=[16, 64], costs=None, compile=False) if options.smoke else EncoderOptions()
+    given = EncoderOptions(token_budgets=[16, 64], costs=None, compile=False)
+    if not options.smoke:
+        given = EncoderOptions(tune="measure" if options.tune else None)
     served = Served(model, attach(model, options=given, min_tokens=16, max_tokens=most), tower)
     rows = []
     for count in counts:
