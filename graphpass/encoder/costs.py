@@ -1,9 +1,8 @@
-"""Costs of replays and eager calls, measured once after the capture.
+"""Costs of replays and eager calls, measured once after the capture (docs/encoder_packing.md).
 
 The cost of a call is that of its size, plus what each of its items adds: a constant, and attention over the patches of
-each of its frames, which is proportional to their square. One large image costs more than many small ones of as many
-tokens, and eager calls and graphs differ in how much more. So calls of equal size and different items are timed, and
-the two coefficients are fitted (least squares), for replays and for eager calls.
+each of its frames, which is proportional to their square. Calls of equal size and different items are timed, and the
+two coefficients are fitted (least squares), for replays and for eager calls.
 
 A plan contains every item once. So what the items add to replays is the same in every plan of replays, and the planner
 only needs what an item adds to an eager call beyond that: :attr:`EncoderCosts.surcharges`.

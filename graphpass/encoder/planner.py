@@ -1,11 +1,4 @@
-"""Plans the batches of a request: which items share a call, and which key each batch replays.
-
-Without costs, packing is greedy. Items are sorted by size, smallest first. Each batch has as many consecutive items as
-a key holds, and replays the smallest key that is large enough.
-
-With costs, the sorted items are cut into consecutive batches at the least cost, where each batch is a replay or an
-eager call. The plan never costs more than one replay or eager call for each item, the greedy plan, or, if it is
-allowed, one eager call for all items.
+"""Plans the batches of a request: which items share a call, and which key each batch replays (docs/encoder_packing.md).
 
 :func:`pack_items` has two limits: tokens and items. The manager's batches are also limited by the patches and frames of
 a key. So sizes and limits are vectors.
