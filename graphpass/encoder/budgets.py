@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -315,19 +314,9 @@ class EncoderBuffers(PaddedMemory[str]):
         allocated: dict[str, torch.Tensor] = {}
         for example in largest:
             _refuse_other_names(example, config, "prepare_encoder_cudagraph_capture_inputs")
-        for name in config.buffer_keys:
-            examples = [example[name] for example in largest]
-            kinds = {(example.dtype, example.device) for example in examples}
-            if len(kinds) > 1:
-                raise EncoderConfigError(
-                    f"buffer {name!r} differs between keys",
-                    expected="one dtype and device for all keys",
-                    found=", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds)),
-                    remedy="return the same dtype and device for every path and axis value",
-                )
-            allocated[name] = torch.zeros(
-                max(example.numel() for example in examples), dtype=examples[0].dtype, device=examples[0].device
-            )
+            for name, contents in example.items():
+                if name not in allocated or allocated[name].numel() < contents.numel():
+                    allocated[name] = contents.new_zeros(contents.numel())
         super().__init__(allocated)
 
     @property
@@ -340,16 +329,17 @@ class EncoderBuffers(PaddedMemory[str]):
         _refuse_other_names(example, self._config, "prepare_encoder_cudagraph_capture_inputs")
         views = {}
         for name in self._config.buffer_keys:
-            memory, shape = self._memory[name], example[name].shape
-            if math.prod(shape) > memory.numel() or example[name].dtype != memory.dtype:
+            memory, contents = self._memory[name], example[name]
+            kind = (memory.dtype, memory.device)
+            if contents.numel() > memory.numel() or (contents.dtype, contents.device) != kind:
                 raise EncoderConfigError(
                     f"buffer {name!r} of {key} does not fit into that of the largest key",
-                    expected=f"at most {memory.numel()} elements of {memory.dtype}",
-                    found=f"{tuple(shape)} of {example[name].dtype}",
+                    expected=f"at most {memory.numel()} elements of {memory.dtype} on {memory.device}",
+                    found=f"{tuple(contents.shape)} of {contents.dtype} on {contents.device}",
                     remedy="let buffers grow with the key, in dimension 0 only",
                 )
-            views[name] = memory[: math.prod(shape)].view(shape)
-            views[name].copy_(example[name])
+            views[name] = memory[: contents.numel()].view(contents.shape)
+            views[name].copy_(contents)
         self._views[key] = views
 
     def clear(self) -> None:
