@@ -49,6 +49,17 @@ def test_a_ladder_shares_one_pool(cuda: torch.device) -> None:
             torch.testing.assert_close(call(wrapper, n, x), ((x * 2).sin() + 1).cos() @ x.mT)
 
 
+def test_outputs_are_clones_or_views_of_the_pool(cuda: torch.device) -> None:
+    for outputs in ("clone", "view"):
+        with gp.GraphRuntime() as runtime:
+            wrapper = wrap(lambda x: (x + 1, (x + 1)[1:]), runtime, outputs=outputs)
+            x = torch.zeros(4, device=cuda)
+            first, _ = capture(runtime, wrapper, 4, x)
+            kept = first.clone()
+            call(wrapper, 4, x + 5)
+            assert torch.equal(first, kept) == (outputs == "clone")
+
+
 def test_mutated_inputs_and_rng_are_as_eager_leaves_them(cuda: torch.device) -> None:
     def step(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         state.add_(1)
