@@ -57,8 +57,11 @@ class GraphedCallable:
         self.never_full = graph.partition.never_full()
         self._device = device_of([given.value for given in graph.partition.inputs])
         self._auto = None if graph.rules is None else AutoDispatcher(graph.rules, self._graphs, self._device)
-        places = graph.sizes.places() if graph.rules is None else ()
-        self._seen = tuple((runtime.ledger.sizes[field], position, dim) for field, position, dim in places)
+        fields = {
+            field: (position, dim)
+            for position, dim, field in reversed(graph.sizes.counted if graph.rules is None else ())
+        }
+        self._seen = tuple((runtime.ledger.sizes[field], *place) for field, place in fields.items())
 
     def runs(self, compiled: Mapping[str, CompiledRegion]) -> bool:
         """Whether the callable's regions are exactly the compiled objects in ``compiled``."""

@@ -1,7 +1,4 @@
-"""The symbolic sizes of one graph: where a call has them, their key fields and ladders, and which sizes are admitted.
-
-:class:`GraphSizes` is read by the graph's own dispatcher, and :class:`NamedSizes` where a forward context brings a key.
-"""
+"""The symbolic sizes of one graph: where a call has them, their key fields and ladders, and which are admitted."""
 
 from __future__ import annotations
 
@@ -96,10 +93,22 @@ class GraphSizes:
     guards: GuardedSymbols  #: which sizes the graph serves
     unread: frozenset[sympy.Symbol]  #: symbols in shapes that cannot be read from an input
     hints: Sizes  #: the size of each symbol in the traced call
+    symbols: Mapping[str, Any]  #: key field -> its size, a symbol, an expression or an int, for keys of a context
+    grid: SizeGrid | None  #: the fields of such keys; None if no option names them
+    #: (position, dimension, key field) of the sizes that such a key counts: those that ``dynamic_dims`` declares
+    counted: tuple[tuple[int, int, str], ...]
+    #: (position, dimensions) of the inputs whose sizes depend on the graph's only symbol, or on its only marked symbol.
+    #: Empty if dimensions are declared, or if several symbols make it ambiguous which one the key counts.
+    products: tuple[tuple[int, tuple[int, ...]], ...]
+    _fitting: dict[BatchDescriptor, list[int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, parts: Partition, settings: Settings) -> GraphSizes:
-        """Read the sizes off the inputs of a partitioned graph, and name them after the options."""
+    def of(cls, parts: Partition, settings: Settings, *, is_first: bool = True) -> GraphSizes:
+        """Read the sizes off the inputs of a partitioned graph, and name them after the options.
+
+        After a graph break no input has a declared name. In the first graph that is a mistake in the names, and then
+        its symbols tell which dimensions a key counts.
+        """
         values = [graph_input.value for graph_input in parts.inputs]
         env = symbolic.shape_env_of(values)
         simplified = simplifier(env)
@@ -116,6 +125,8 @@ class GraphSizes:
         in_shapes = symbols_in(simplified(size) for shape in shapes for size in shape)
         read_from = layouts.keys() | (numbers.keys() - set(parts.layout_inputs if in_shapes else ()))
         places = symbolic.places_of([v if p in read_from else None for p, v in enumerate(values)], simplified)
+        declared = _declared_dims(parts.inputs, settings)
+        products = () if declared or (settings.dynamic_dims and not is_first) else _products_counted(parts.inputs)
         names = _FieldNames.of(parts.inputs, {p: layout.shape for p, layout in layouts.items()}, hints, settings)
         read = {position for position, dim in places.values() if dim is None}
         return cls(
@@ -127,6 +138,10 @@ class GraphSizes:
             guards=GuardedSymbols.from_values(values),
             unread=in_shapes - places.keys(),
             hints=hints,
+            symbols=key_symbols(parts.inputs, settings.dynamic_dims),
+            grid=SizeGrid.of(settings.capture_sizes) if settings.capture_sizes else None,
+            counted=declared or tuple((position, dims[0], "num_tokens") for position, dims in products[:1]),
+            products=products,
         )
 
     def named(self, sizes: Sequence[int]) -> dict[sympy.Symbol, int]:
@@ -173,6 +188,84 @@ class GraphSizes:
                 elif value_at(traced, {**sizes, **values}) != actual:
                     return layout
         return {position: values[expression] for position, expression in self.numbers.items() if expression in values}
+
+    # -- keys of a context --------------------------------------------------------------------------------------------
+
+    def admits_key(self, descriptor: BatchDescriptor) -> bool:
+        """Whether the graph's guards admit the sizes that ``descriptor`` names."""
+        try:
+            fields = (self.grid or SizeGrid.of([1])).fields(descriptor)
+        except DispatchError:  # a key that does not name the fields
+            return False
+        pairs = [(symbol, fields[name]) for name, symbol in self.symbols.items() if name in fields]
+        return bool(pairs) and all(self.guards.excludes(symbol, size) is None for symbol, size in pairs)
+
+    def check(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> None:
+        """Compare the arguments' sizes with the key's.
+
+        A graph captured from arguments of other sizes than its key's would later refuse arguments of the right sizes.
+        """
+        found = [args[position].shape[dim] for position, dim, _ in self.counted]
+        if self._fitting.get(descriptor) != found:  # guard: key_fits_the_symbol
+            if self.products:
+                self._check_products(descriptor, args)
+            else:
+                self._check_declared(descriptor, found)
+            self._fitting[descriptor] = found
+
+    def _check_declared(self, descriptor: BatchDescriptor, sizes: Sequence[int]) -> None:
+        padded = _fields_of(descriptor) if self.grid is None else self.grid.fields(descriptor)
+        for (position, dim, name), found in zip(self.counted, sizes, strict=True):
+            expected = padded.get(name)
+            if expected is not None and expected != found:  # guard: key_names_the_shape
+                raise ShapeError(
+                    f"input {self.layouts[position].name!r} does not have the size its key names",
+                    expected=f"{name}={expected} in dimension {dim} (key {descriptor})",
+                    found=str(found),
+                    remedy="pad the input to the descriptor's size",
+                )
+
+    def _check_products(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> None:
+        """Without declared dimensions, the key may count a dimension, or a product of dimensions of one input."""
+        counts = {*_fields_of(descriptor).values()}
+        for position, dims in self.products:
+            if not counts.isdisjoint(_products(args[position].shape, dims)):
+                return
+        position, dims = self.products[0]
+        name, found = self.layouts[position].name, tuple(args[position].shape)
+        raise ShapeError(
+            f"input {name!r} does not have a size that its key names",
+            expected=f"{' or '.join(map(str, sorted(counts)))} in dimension {dims[0]}, or as a product of dimensions "
+            f"(key {descriptor})",
+            found=f"{found[dims[0]]}, in shape {found}",
+            remedy="pad the input to the descriptor's size; if the key counts something else, declare the dimension "
+            f"with a field of another name: dynamic_dims={{{name!r}: {{{dims[0]}: 'rows'}}}}",
+        )
+
+    # -- options ------------------------------------------------------------------------------------------------------
+
+    def compiled_apart(self, settings: Settings) -> SizeRanges | Reason | None:
+        """The symbol by whose size regions are compiled separately, and its ranges; or why none is, if options ask."""
+        wanted = settings.size_ranges()
+        if wanted is None:
+            return None
+        name, ranges = wanted
+        symbol = self.symbols.get(name, "no symbol that can be read from an input")
+        if not isinstance(symbol, sympy.Symbol):
+            return Reason(f"nothing is compiled by size: {name} is {symbol}", _NAME_DIMENSION.format(field=name))
+        return symbol, tuple(pair for pair in ranges if any(self.guards.excludes(symbol, end) is None for end in pair))
+
+    def excluded(self, settings: Settings) -> Iterator[str]:
+        """Which named sizes the graph does not serve, and why. Dynamo compiles another graph for each of them."""
+        for name, sizes in settings.capture_sizes.items():
+            symbol = self.symbols.get(name)
+            if symbol is not None and not getattr(symbol, "free_symbols", None):
+                yield f"{name} is fixed at {symbol}: other sizes are compiled again"
+                continue
+            for size in sizes if symbol is not None else ():
+                constraint = self.guards.excludes(symbol, size)
+                if constraint is not None:
+                    yield f"{name}={size} is outside this graph's guards ({constraint})"
 
 
 def _hints(env: Any, numbers: Iterable[Expression]) -> dict[sympy.Symbol, int]:
@@ -321,129 +414,6 @@ def _ladder(
     return sizes if home is not None and home[1] in (dims or {0}) else None
 
 
-@dataclass(frozen=True, slots=True)
-class NamedSizes:
-    """The sizes of one graph that options name and that keys of a forward context have.
-
-    A graph captured from arguments of other sizes than its key's would later refuse arguments of the right sizes, so
-    :meth:`check` compares them before a capture.
-    """
-
-    symbols: Mapping[str, Any]  #: key field -> its size in this graph, a symbol, an expression or an int
-    guards: GuardedSymbols  #: which sizes the graph admits
-    grid: SizeGrid | None  #: the fields of keys; None if no option names them
-    names: tuple[str, ...]  #: of all inputs, for errors
-    declared: tuple[tuple[int, int, str], ...]  #: (position, dimension, key field) that ``dynamic_dims`` declares
-    #: (position, dimensions) of the inputs whose sizes depend on the graph's only symbol, or on its only marked symbol.
-    #: Empty if dimensions are declared, or if several symbols make it ambiguous which one the key counts.
-    symbolic: tuple[tuple[int, tuple[int, ...]], ...]
-    _fields: dict[BatchDescriptor, Mapping[str, int]] = field(default_factory=dict)
-    _fitting: dict[BatchDescriptor, int] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, parts: Partition, graph_module: fx.GraphModule, settings: Settings, *, is_first: bool) -> NamedSizes:
-        """The named sizes among the inputs of a partitioned graph.
-
-        After a graph break no input has a declared name. In the first graph that is a mistake in the names, and then
-        its symbols tell which dimensions a key counts.
-        """
-        declared = _declared_dims(parts.inputs, settings)
-        return cls(
-            symbols=key_symbols(parts.inputs, settings.dynamic_dims),
-            guards=GuardedSymbols.from_graph(graph_module),
-            grid=SizeGrid.of(settings.capture_sizes) if settings.capture_sizes else None,
-            names=tuple(given.shown for given in parts.inputs),
-            declared=declared,
-            symbolic=() if declared or (settings.dynamic_dims and not is_first) else _symbolic(parts.inputs),
-        )
-
-    def places(self) -> tuple[tuple[str, int, int], ...]:
-        """(key field, position, dimension) of an input that has its size, for each field."""
-        if self.declared:
-            return tuple({name: (name, position, dim) for position, dim, name in reversed(self.declared)}.values())
-        return tuple(("num_tokens", position, dims[0]) for position, dims in self.symbolic[:1])
-
-    # -- keys of a context --------------------------------------------------------------------------------------------
-
-    def admits(self, descriptor: BatchDescriptor) -> bool:
-        """Whether the graph's guards admit the sizes that ``descriptor`` names."""
-        try:
-            fields = (self.grid or SizeGrid.of([1])).fields(descriptor)
-        except DispatchError:  # a key that does not name the fields
-            return False
-        pairs = [(symbol, fields[name]) for name, symbol in self.symbols.items() if name in fields]
-        return bool(pairs) and all(self.guards.excludes(symbol, size) is None for symbol, size in pairs)
-
-    def check(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> None:
-        """Compare the arguments' sizes with the key's."""
-        if self.declared:
-            self._check_declared(descriptor, args)
-        elif self.symbolic:
-            position, dims = self.symbolic[0]
-            size = args[position].shape[dims[0]]
-            if self._fitting.get(descriptor) != size:  # guard: key_fits_the_symbol
-                self._check_symbolic(descriptor, args)
-                self._fitting.setdefault(descriptor, size)
-
-    def _check_declared(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> None:
-        padded = self._fields.get(descriptor)
-        if padded is None:
-            padded = _fields_of(descriptor) if self.grid is None else self.grid.fields(descriptor)
-            self._fields[descriptor] = padded
-        for position, dim, name in self.declared:
-            expected = padded.get(name)
-            found = args[position].shape[dim]
-            if expected is not None and expected != found:  # guard: key_names_the_shape
-                raise ShapeError(
-                    f"input {self.names[position]!r} does not have the size its key names",
-                    expected=f"{name}={expected} in dimension {dim} (key {descriptor})",
-                    found=str(found),
-                    remedy="pad the input to the descriptor's size",
-                )
-
-    def _check_symbolic(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> None:
-        """Without declared dimensions, the key may count a dimension, or a product of dimensions of one input."""
-        counts = {*_fields_of(descriptor).values()}
-        for position, dims in self.symbolic:
-            if not counts.isdisjoint(_products(args[position].shape, dims)):
-                return
-        position, dims = self.symbolic[0]
-        found = tuple(args[position].shape)
-        raise ShapeError(
-            f"input {self.names[position]!r} does not have a size that its key names",
-            expected=f"{' or '.join(map(str, sorted(counts)))} in dimension {dims[0]}, or as a product of dimensions "
-            f"(key {descriptor})",
-            found=f"{found[dims[0]]}, in shape {found}",
-            remedy="pad the input to the descriptor's size; if the key counts something else, declare the dimension "
-            f"with a field of another name: dynamic_dims={{{self.names[position]!r}: {{{dims[0]}: 'rows'}}}}",
-        )
-
-    # -- options ------------------------------------------------------------------------------------------------------
-
-    def compiled_apart(self, settings: Settings) -> SizeRanges | Reason | None:
-        """The symbol by whose size regions are compiled separately, and its ranges; or why none is, if options ask."""
-        wanted = settings.size_ranges()
-        if wanted is None:
-            return None
-        name, ranges = wanted
-        symbol = self.symbols.get(name, "no symbol that can be read from an input")
-        if not isinstance(symbol, sympy.Symbol):
-            return Reason(f"nothing is compiled by size: {name} is {symbol}", _NAME_DIMENSION.format(field=name))
-        return symbol, tuple(pair for pair in ranges if any(self.guards.excludes(symbol, end) is None for end in pair))
-
-    def excluded(self, settings: Settings) -> Iterator[str]:
-        """Which named sizes the graph does not serve, and why. Dynamo compiles another graph for each of them."""
-        for name, sizes in settings.capture_sizes.items():
-            symbol = self.symbols.get(name)
-            if symbol is not None and not getattr(symbol, "free_symbols", None):
-                yield f"{name} is fixed at {symbol}: other sizes are compiled again"
-                continue
-            for size in sizes if symbol is not None else ():
-                constraint = self.guards.excludes(symbol, size)
-                if constraint is not None:
-                    yield f"{name}={size} is outside this graph's guards ({constraint})"
-
-
 def unmatched_names(
     inputs: Sequence[GraphInput], fields: Collection[str], settings: Settings, *, is_first: bool
 ) -> Iterator[str]:
@@ -491,8 +461,8 @@ def _products(shape: Sequence[int], dims: Sequence[int]) -> Iterator[int]:
                 yield math.prod(shape[dim] for dim in chosen)
 
 
-def _symbolic(inputs: Sequence[GraphInput]) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """See :attr:`NamedSizes.symbolic`."""
+def _products_counted(inputs: Sequence[GraphInput]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """See :attr:`GraphSizes.products`."""
     counted: frozenset[Any] = getattr(key_symbols(inputs, {}).get("num_tokens"), "free_symbols", frozenset())
     found = []
     for position, given in enumerate(inputs):

@@ -24,7 +24,7 @@ from cgpass.extrainputs import (
 from cgpass.graphrecord import region_records, report_graph, size_records
 from cgpass.infloat64 import region_in_float64
 from cgpass.keyrules import calls_collectives, dispatched
-from cgpass.namedsizes import NamedSizes, unify_sizes, unmatched_names
+from cgpass.namedsizes import GraphSizes, unify_sizes, unmatched_names
 from cgpass.paddingpass import PaddingPasses
 from cgpass.wrappers import CompiledGraph
 from graphpass.capture.runtime import GraphRuntime, runtime_of_compiler
@@ -121,7 +121,7 @@ def _captured(
     parts = partition(traced.whole, settings.splitting_ops)
     partition_s = time.perf_counter() - start_s
     is_first = not runtime.callables()  # a later graph may begin after a graph break
-    sizes = NamedSizes.of(parts, traced.whole, settings, is_first=is_first)
+    sizes = GraphSizes.of(parts, settings, is_first=is_first)
     apart = sizes.compiled_apart(settings)
     # Proofs need aten graphs, and are about symbolic sizes. Without a trace the compiler uses its cache of AOT graphs.
     entries = {} if traced.appended is None or traced.appended.sizes is None else traced.appended.sizes.entries
@@ -145,7 +145,7 @@ def _captured(
         frame=dynamo.frame_id(),
         ends=traced.ends_early,
         seconds=CompileSeconds(partition_s, compiled.key_s, compiled.compile_s, proof_s),
-        admits=sizes.admits if sizes.symbols else None,
+        admits=sizes.admits_key if sizes.symbols else None,
         sizes=() if rules is None or proof is None else size_records(rules, proof, traces),
         assumptions=() if proof is None else proof.assumptions,
         mode=None if rules is None else rules.mode if rules.off is None else CUDAGraphMode.NONE,

@@ -10,7 +10,7 @@ import torch
 
 from cgpass.extrainputs import AppendedInputs
 from cgpass.keyrules import AutoRules
-from cgpass.namedsizes import NamedSizes
+from cgpass.namedsizes import GraphSizes
 from cgpass.plans import ReplayPlans, wrapped_regions
 from graphpass.capture.outputs import clone_pool_tensors, own_objects
 from graphpass.capture.replay import GraphEntry, ReplayPlan
@@ -34,7 +34,7 @@ class CompiledGraph:
     record: CallableRecord  #: for reports: its name in the runtime, the graph break after it, what it cost
     rules: AutoRules | None  #: how it chooses graphs itself; None if a forward context does
     partition: Partition  #: regions and stitched code
-    sizes: NamedSizes  #: the sizes that keys of a context have
+    sizes: GraphSizes  #: the sizes that keys of a context have
     compiled: Mapping[str, CompiledRegion]  #: region name -> compiled region, for the captured ones
     traces: Mapping[str, RegionTrace]  #: region name -> its aten graph, for proofs
     used_argument_positions: Sequence[int]  #: of a call's arguments, in the order of the partition's inputs
