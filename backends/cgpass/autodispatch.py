@@ -52,10 +52,10 @@ from graphpass.saved.files import UsedKeys
 class AutoDispatcher:
     """Runs the calls of one callable that have no forward context."""
 
-    def __init__(self, rules: AutoRules, graphs: CallableGraphs, device: torch.device) -> None:
-        self._rules, self._graphs, self._device = rules, graphs, device  # of the arguments
+    def __init__(self, rules: AutoRules, graphs: CallableGraphs) -> None:
+        self._rules, self._graphs, self._device = rules, graphs, graphs.device
         self._name, self._runtime, self._settings = graphs.name, graphs.runtime, graphs.settings
-        self._calls = ServedCalls(rules, graphs, device)
+        self._calls = ServedCalls(rules, graphs)
         self._refused: dict[str, CountedReason] = {}
         self._failures: Failures = {}
         self._generation = self._runtime.lease.generation

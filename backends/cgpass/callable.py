@@ -9,7 +9,6 @@ from typing import Any
 from cgpass.autodispatch import AutoDispatcher
 from cgpass.keyrules import calls_collectives, nodes_of
 from cgpass.wrappers import CallableGraphs, CompiledGraph
-from graphpass.capture.pool import device_of
 from graphpass.capture.replay import ReplayPlan, refuse_transforms
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.scope import CallObserver, ReachedCall
@@ -55,8 +54,7 @@ class GraphedCallable:
         self._sizes = graph.sizes
         self._runs_without_graph = 0
         self.never_full = graph.partition.never_full()
-        self._device = device_of([given.value for given in graph.partition.inputs])
-        self._auto = None if graph.rules is None else AutoDispatcher(graph.rules, self._graphs, self._device)
+        self._auto = None if graph.rules is None else AutoDispatcher(graph.rules, self._graphs)
         fields = {
             field: (position, dim)
             for position, dim, field in reversed(graph.sizes.counted if graph.rules is None else ())
@@ -151,10 +149,10 @@ class GraphedCallable:
         is_first = self.runtime.given_up.entered[self.name] == 1
         if is_first and context is None and self.runtime.scopes.current() is None:  # guard: compiled_when_needed
             return
-        if memory.is_capturing_stream(self._device):  # guard: no_compilation_inside_a_capture
+        if memory.is_capturing_stream(self._graphs.device):  # guard: no_compilation_inside_a_capture
             return
         start_s = time.perf_counter()
-        with restoring((), (), self._device), dynamo.errors_of_backend("cgpass"):
+        with restoring((), (), self._graphs.device), dynamo.errors_of_backend("cgpass"):
             compiled = [function.compile() for function in self._waiting]
         self._waiting = []
         self.runtime.compiled_later(self.name, sum(compiled), time.perf_counter() - start_s)

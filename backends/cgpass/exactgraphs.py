@@ -7,8 +7,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 
-import torch
-
 from cgpass.keyrules import AutoRules
 from cgpass.wrappers import CallableGraphs
 from graphpass.capture.cuda import PROCESS_MEMORY, total_bytes
@@ -30,18 +28,18 @@ from graphpass.report.figures import PADDING_BEFORE
 class ExactGraphs(RecurringSizes):
     """The graphs of one callable for sizes that recur."""
 
-    def __init__(self, rules: AutoRules, graphs: CallableGraphs, device: torch.device) -> None:
+    def __init__(self, rules: AutoRules, graphs: CallableGraphs) -> None:
         self._graphs, self._name, self._runtime = graphs, graphs.name, graphs.runtime
         self._mode, self._keys, settings = rules.mode, rules.keys, graphs.settings
         # The runs of single regions do not tell how long the whole takes without a graph.
         never_without = settings.on_fallback == "error" or settings.padding_check == "strict"
         self._runs_alone = rules.mode is CUDAGraphMode.FULL and not never_without
-        is_timed = device.type != "cpu"
+        is_timed = graphs.device.type != "cpu"
         self._ranks: Lockstep | None = self._runtime.lockstep.get(self._name)
         compiled = [record.seconds for record in self._runtime.callables() if record.name == self._name]
         super().__init__(
-            PROCESS_MEMORY.shared(OwnGraphs, device),
-            bytes_allowed(settings.graph_bytes, total_bytes(device), has_ladder=bool(settings.capture_sizes)),
+            PROCESS_MEMORY.shared(OwnGraphs, graphs.device),
+            bytes_allowed(settings.graph_bytes, total_bytes(graphs.device), has_ladder=bool(settings.capture_sizes)),
             is_timed=is_timed,
             spent=sum(map(sum, map(astuple, compiled))) * is_timed,
             plain_s=sum(one.compile for one in compiled) if graphs.plain and is_timed else None,

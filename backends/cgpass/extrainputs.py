@@ -166,11 +166,7 @@ def append_real_sizes(graph_module: fx.GraphModule, settings: Settings) -> RealS
     graph = graph_module.graph
     values = list(map(value_of, graph.find_nodes(op="placeholder")))
     fake_mode = symbolic.fake_mode_of(values)
-    places = {
-        symbol: place
-        for symbol, place in symbolic.places_of(values).items()
-        if isinstance(symbol, sympy.Symbol) and not symbolic.is_unbacked(symbol)
-    }
+    places = {symbol: place for symbol, place in symbolic.places_of(values).items() if not symbolic.is_unbacked(symbol)}
     if not settings.makes_padding() or not places or fake_mode is None:
         return None
     devices = [value.device for value in values if isinstance(value, torch.Tensor)]

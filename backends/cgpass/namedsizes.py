@@ -162,7 +162,7 @@ class GraphSizes:
 
     def numbers_at(self, sizes: Sizes) -> dict[int, int]:
         """{position: value} of the ints among the inputs that depend on ``sizes`` alone."""
-        of_sizes = ((p, e) for p, e in self.numbers.items() if getattr(e, "free_symbols", frozenset()) <= sizes.keys())
+        of_sizes = ((p, e) for p, e in self.numbers.items() if symbols_in([e]) <= sizes.keys())
         return {position: value_at(expression, sizes) for position, expression in of_sizes}
 
     def dense_numbers(self, positions: Iterable[int], sizes: Sizes) -> dict[int, int] | InputLayout:
@@ -463,12 +463,14 @@ def _products(shape: Sequence[int], dims: Sequence[int]) -> Iterator[int]:
 
 def _products_counted(inputs: Sequence[GraphInput]) -> tuple[tuple[int, tuple[int, ...]], ...]:
     """See :attr:`GraphSizes.products`."""
-    counted: frozenset[Any] = getattr(key_symbols(inputs, {}).get("num_tokens"), "free_symbols", frozenset())
-    found = []
-    for position, given in enumerate(inputs):
-        if isinstance(given.value, torch.Tensor) and not (given.is_static or given.is_exchanged):
-            sizes = [symbolic.expression_of(size) for size in given.value.shape]
-            dims = [dim for dim, size in enumerate(sizes) if counted & getattr(size, "free_symbols", frozenset())]
-            if dims:
-                found.append((position, tuple(dims)))
-    return tuple(found)
+    counted = symbols_in(key_symbols(inputs, {}).values())
+    found = (
+        (position, [dim for dim, size in enumerate(given.value.shape) if counted & _symbols_of(size)])
+        for position, given in enumerate(inputs)
+        if isinstance(given.value, torch.Tensor) and not (given.is_static or given.is_exchanged)
+    )
+    return tuple((position, tuple(dims)) for position, dims in found if dims)
+
+
+def _symbols_of(size: Any) -> frozenset[sympy.Symbol]:
+    return symbols_in([symbolic.expression_of(size) or 0])

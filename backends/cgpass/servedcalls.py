@@ -7,6 +7,7 @@ sees padding.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections import Counter
@@ -75,10 +76,9 @@ class ServedCall(ServedSize[PaddedArguments, CallResults]):
 class ServedCalls:
     """Looks up what serves a call. Owns the padded buffers."""
 
-    def __init__(self, rules: AutoRules, graphs: CallableGraphs, device: torch.device) -> None:
-        self._rules, self._graphs, self._device = rules, graphs, device
+    def __init__(self, rules: AutoRules, graphs: CallableGraphs) -> None:
+        self._rules, self._graphs = rules, graphs
         self._name, self._runtime, self._settings = graphs.name, graphs.runtime, graphs.settings
-        self.exact = ExactGraphs(rules, graphs, device)  #: which sizes get graphs of their own
         self._places = tuple(size.place for size in rules.sizes.sizes)
         self._layout_numbers = rules.sizes.layout_numbers
         self._may_share = tuple(dict.fromkeys((*rules.dynamic, *rules.written)))
@@ -87,6 +87,12 @@ class ServedCalls:
         self._calls: dict[tuple[Any, ...], ServedCall] = {}
         self._new = threading.Lock()  # makes calls: two buffers of one key would be two graphs
         self.is_refuted = False  #: the run-time check found that padding changes results: no later call is padded
+
+    @functools.cached_property
+    def exact(self) -> ExactGraphs:
+        """Which sizes get graphs of their own."""
+        made = ExactGraphs(self._rules, self._graphs)
+        return vars(self).setdefault("exact", made)  # type: ignore[no-any-return]  # two threads may be first
 
     def of(self, args: Sequence[Any]) -> ServedCall:
         """What serves calls of the sizes and layouts of ``args``."""
@@ -133,7 +139,7 @@ class ServedCalls:
 
     def forget(self) -> None:
         """Drop the buffers and all that was looked up."""
-        self.exact = ExactGraphs(self._rules, self._graphs, self._device)
+        vars(self).pop("exact", None)
         self._memory.clear()
         self._calls.clear()
 

@@ -13,6 +13,7 @@ from cgpass.keyrules import AutoRules
 from cgpass.namedsizes import GraphSizes
 from cgpass.plans import ReplayPlans, wrapped_regions
 from graphpass.capture.outputs import clone_pool_tensors, own_objects
+from graphpass.capture.pool import device_of
 from graphpass.capture.replay import GraphEntry, ReplayPlan
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.wrapper import CUDAGraphWrapper
@@ -58,6 +59,7 @@ class CallableGraphs:
         self.plain = tuple(dict.fromkeys(region.plain for region in compiled.values() if region.plain is not None))
         self._callees = wrapped_regions(name, partition, compiled, runtime, policy)
         self.stitched = partition.bind(self._callees)  #: the regions in order, each by its wrapper
+        self.device = device_of([given.value for given in partition.inputs])
         self.static = tuple(p for p, given in enumerate(partition.inputs) if given.is_static)
         self.staged = tuple(
             p
