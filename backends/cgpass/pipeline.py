@@ -153,14 +153,7 @@ def _captured(
     )
     runtime.register(record)
     _note_problems(name, traced.floats, runtime)
-    for unmatched in unmatched_names(parts.inputs, sizes.symbols, settings, is_first=is_first):
-        runtime.warn(unmatched, "name the inputs as the graph does", at=name)
-    if isinstance(apart, Reason):
-        runtime.warn(apart.why, apart.remedy, at=name)
-    elif apart is not None:
-        _note_unused(name, len(apart[1]), compiled, runtime, settings)
-    for problem in sizes.excluded(settings):
-        runtime.note(problem, at=name)
+    _note_sizes(name, parts, sizes, compiled, runtime, settings, is_first=is_first)
     report_graph(record, parts, rules, proof, runtime, settings)
     graph = CompiledGraph(
         record=record,
@@ -390,17 +383,31 @@ def _no_presets(mode: str) -> OptionError:
     )
 
 
-def _note_unused(
-    name: str, num_wanted: int, compiled: CompiledRegions, runtime: GraphRuntime, settings: Settings
+def _note_sizes(
+    name: str,
+    parts: Partition,
+    sizes: GraphSizes,
+    compiled: CompiledRegions,
+    runtime: GraphRuntime,
+    settings: Settings,
+    *,
+    is_first: bool,
 ) -> None:
-    """Say which regions have no artifact for a size that is compiled apart, since other padding is made in it."""
-    asked = settings.size_ranges()
+    """Say what options ask in vain of sizes and inputs."""
+    for unmatched in unmatched_names(parts.inputs, sizes.symbols, settings, is_first=is_first):
+        runtime.warn(unmatched, "name the inputs as the graph does", at=name)
+    apart, (field, _) = sizes.compiled_apart(settings), settings.size_ranges() or ("", ())
+    if isinstance(apart, Reason):
+        runtime.warn(apart.why, apart.remedy, at=name)
+    num_ranges = len(apart[1]) if isinstance(apart, tuple) else 0
     for region, artifact in compiled.by_name.items():
         trace = compiled.traces.get(region)
         is_made = trace is not None and trace.problem is None and bool(trace.result.insertions)
-        if asked and is_made and artifact.sized is not None and len(artifact.sized) < num_wanted:
-            why = f"not compiled apart by {asked[0]}: at such a size other padding would be made than at the others"
+        if is_made and artifact.sized is not None and len(artifact.sized) < num_ranges:
+            why = f"not compiled apart by {field}: at such a size other padding would be made than at the others"
             runtime.warn(why, "leave the size out of compile_sizes and compile_ranges", at=f"{name}.{region}")
+    for problem in sizes.excluded(settings):
+        runtime.note(problem, at=name)
 
 
 def _note_problems(name: str, floats: FloatInputs, runtime: GraphRuntime) -> None:
