@@ -34,8 +34,9 @@ _AS_TORCH_MAKES_THEM = ctypes.c_ulonglong(_AUTO_FREE_ON_LAUNCH | _USE_NODE_PRIOR
 
 
 def total_bytes(device: torch.device) -> int:
-    """The memory of a GPU; 0 for the CPU."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    """The memory of a GPU; 0 for the CPU, and where the device of fake tensors is not there."""
+    is_there = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_properties(device).total_memory if is_there else 0
 
 
 def device_bytes(device: torch.device) -> tuple[int, int]:
