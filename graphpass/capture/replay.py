@@ -444,7 +444,7 @@ class InputPlan:
 
     def copy_in(self, args: Sequence[Any]) -> None:
         """Copy the inputs into their buffers, with one foreach copy per group of matching tensors."""
-        sources = [args[position] for position, *_ in self._fits]
+        sources = [args[position] for position, _ in self.staged]
         for index in self._expanded:
             sources[index] = distinct_elements(sources[index], name=self.names[self.staged[index][0]])
         self._copies(sources)
