@@ -17,6 +17,7 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch import config as aot_config
 from torch._higher_order_ops.invoke_subgraph import mark_compile_region
+from torch._higher_order_ops.out_dtype import out_dtype
 from torch._higher_order_ops.scan import scan
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -47,6 +48,11 @@ PADDED: dict[str, tuple[Callable[..., Any], Callable[..., tuple[torch.Tensor, ..
         lambda x, d: torch.diagonal_scatter(x, d, 0, 1, 2),
         lambda n: (torch.randn(n, 4, 4), torch.randn(n, 4)),
         {},
+    ),
+    "a product in another dtype": (
+        lambda x, w: out_dtype(torch.ops.aten.mm.default, torch.int32, x + 1, w).relu() * 2,
+        lambda n: (torch.randint(-99, 99, (n, 8), dtype=torch.int8), torch.randint(-99, 99, (8, 4), dtype=torch.int8)),
+        {"compiler": "aot_eager"},
     ),
     "an LSTM": (
         module(lambda self, x: self.rnn(x)[0], rnn=nn.LSTM(6, 6, batch_first=True)).eval(),
