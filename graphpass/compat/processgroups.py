@@ -32,6 +32,16 @@ def group_named(name: str) -> Any:
     return c10d._resolve_process_group(name) if name else None
 
 
+def text_of(value: Any) -> str | None:
+    """All of a mesh, or of how a DTensor lies on one, as text; None for what is neither."""
+    if not distributed.is_available():
+        return None
+    if isinstance(value, distributed.device_mesh.DeviceMesh):
+        groups = [group.group_name for group in value.get_all_groups()]
+        return f"{value.device_type} {value.mesh.tolist()} {value.mesh_dim_names} {groups}"
+    return repr(value) if isinstance(value, torch._C._distributed.Placement) else None
+
+
 def finished(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The results of a collective once they are there."""
     try:

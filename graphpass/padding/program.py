@@ -303,7 +303,8 @@ class _Reader:
         if name == "with_effects" and inner is not None and isinstance(result, tuple):
             rest = result[1:] if len(result) != 2 else result[1]
             return replace(self._of_operator(inner, node.args[2:], node.kwargs, rest, where), has_token=True)
-        if name == "out_dtype" and inner is not None and torch.Tag.pointwise not in inner.tags:  # guard: proof_out_dtype
+        # guard: proof_out_dtype
+        if name == "out_dtype" and inner is not None and torch.Tag.pointwise not in inner.tags:
             return self._of_operator(inner, node.args[2:], node.kwargs, result, where)
         if name.startswith("auto_functionalized") and inner is not None:
             functional = self._functionalized(inner, node, result, where)

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import sympy
 import torch
 
-from graphpass.compat import operators, saving
+from graphpass.compat import operators, processgroups, saving
 from graphpass.compat.driver import driver_version
 from graphpass.compat.subclasses import Rebuild, is_wrapper, rebuild_of
 from graphpass.ledger import Reason
@@ -87,6 +87,8 @@ def text_of(value: Any) -> str:
         return f"{_named(type(value))} {text_of((origin, typing.get_args(value)))}"  # guard: saved_types
     if callable(value) and (isinstance(value, type) or hasattr(value, "__name__")):
         return code_of(value)
+    if (placed := processgroups.text_of(value)) is not None:  # guard: saved_placements
+        return f"{_named(type(value))} {placed}"
     raise saving.CannotSaveError(f"{type(value).__name__} objects are compared by identity")
 
 

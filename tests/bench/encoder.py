@@ -275,7 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options, console = _parsed(arguments), Console(width=140)
     if is_skipped("encoder", options):
         return
-    setup = _setup(options)
+    setup = setup_of(options)
     tower = make_tower(setup)
     with tempfile.TemporaryDirectory(prefix="encoder_") as folder:
         begin, manager = start_up(setup, tower, Path(folder))
@@ -303,7 +303,8 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _setup(options: argparse.Namespace) -> Setup:
+def setup_of(options: argparse.Namespace) -> Setup:
+    """The tower and the loads."""
     if options.smoke:
         config = _config(depth=2, width=32, heads=2, inner=64, patch=4, out=48, positions=16, levels=[0, 1])
         loads: dict[str, Grids] = {"1 x 16": [(1, 4, 4)], "5 mixed": [(1, 2 + 2 * n, 6) for n in range(5)]}

@@ -102,6 +102,23 @@ except AgreementError:
 """
 
 
+GATHERING = """
+from graphpass.encoder.sharding import balance_items, gather_rows
+
+tokens = [40, 8, 24, 16]
+balance = balance_items(tokens, distributed.get_world_size())
+items = [torch.full((count, 4), float(item), device="cuda") for item, count in enumerate(tokens)]
+own = [torch.cat([items[item] for item in balance.share(rank)])] * 2
+gather_rows(own, balance, tokens, distributed.group.WORLD)
+torch.cuda.set_sync_debug_mode("error")
+found = gather_rows(own, balance, tokens, distributed.group.WORLD)
+torch.cuda.set_sync_debug_mode("default")
+for rows in found:
+    assert torch.equal(rows, torch.cat(items))
+distributed.destroy_process_group()
+"""
+
+
 def ran(program: str, num_ranks: int, mode: str, folder: Path) -> str:
     """What the ranks print; they all end with 0."""
     if torch.cuda.device_count() < num_ranks:
@@ -132,6 +149,10 @@ def test_programs_with_captured_collectives_end(program: str, num_ranks: int, mo
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 def test_a_recording_that_fails_on_one_rank_fails_on_both(mode: str, tmp_path: Path) -> None:
     ran(FAILING, 2, mode, tmp_path)
+
+
+def test_rows_of_an_encoder_are_gathered_without_a_wait_of_the_host(tmp_path: Path) -> None:
+    ran(GATHERING, 2, "FULL", tmp_path)
 
 
 def test_a_rank_that_dies_is_an_error_where_the_device_is_polled(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import graphpass as gp
+from tests.unit.models import module
 
 BETWEEN = ["_c10d_functional::all_reduce", "_c10d_functional::wait_tensor"]
 
@@ -72,6 +74,26 @@ def test_a_mesh_of_one_rank(mesh: Any) -> None:
             x = rows(size, seed)
             torch.testing.assert_close(fast(x), (x @ weight).relu())
     assert sum(counts.replayed for counts in runtime.counts().values()) == 3
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_a_saved_start_is_of_the_placement(mesh: Any, compiler: str, tmp_path: Path) -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    told = {0: "nothing was saved for it", 1: "Dynamo traced nothing for them", 2: "module 'layer': tensors differs"}
+    for start, placement in enumerate((Replicate(), Replicate(), Shard(0))):
+        torch._dynamo.reset()
+        layer = nn.Linear(8, 8, bias=False)
+        layer.weight = nn.Parameter(distribute_tensor(torch.eye(8), mesh, [placement]), requires_grad=False)
+        model = module(lambda self, x: (x @ self.layer.weight.to_local()).relu(), layer=layer).eval()
+        fast = gp.graphed(model, [8], {"x": 0}, compiler=compiler, warm_start=tmp_path)
+        fast.capture(rows(4, 0))
+        with torch.no_grad():
+            for seed, size in enumerate((5, 7, 6)):
+                torch.testing.assert_close(fast(rows(size, seed)), rows(size, seed).relu())
+        assert any(told[start] in str(note) for note in fast.runtime.notes)
+        assert fast.runtime.compiled() == (not start), "the graph of the local tensor is the same"
+        fast.runtime.close()
 
 
 def test_a_result_of_a_collective_is_waited_for(mesh: Any) -> None:
