@@ -13,7 +13,7 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 
 from graphpass.compat import trees
-from graphpass.compat.operators import OpOverload, TorchDispatchMode, is_mutable
+from graphpass.compat.operators import OpOverload, TorchDispatchMode
 
 _TRACED_SIZE = 7
 
@@ -103,13 +103,11 @@ class DecompositionTape(TorchDispatchMode):
         return result
 
     def is_closed(self, inputs: Container[int]) -> bool:
-        """Whether no call writes to a tensor, and each tensor is a result or has its id among ``inputs``."""
+        """Whether each tensor is a result or has its id among ``inputs``."""
         known: set[int] = set()
-        for func, args, kwargs, result in (*self.calls, (None, (self.result,), {}, ())):
+        for _, args, kwargs, result in (*self.calls, (None, (self.result,), {}, ())):
             read = set(map(id, trees.tensors((args, kwargs))))
             if any(tensor not in inputs and tensor not in known for tensor in read):
-                return False
-            if func is not None and is_mutable(func):
                 return False
             known.update(map(id, trees.tensors(result)))
         return True
@@ -119,8 +117,8 @@ def decomposition_tape(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[st
     """The decomposition of a call with fake tensors; None if torch has none, or if it fails. It adds no guards."""
     from torch._decomp import decomposition_table
 
-    function, fake_mode = decomposition_table.get(op), fake_mode_of(trees.flatten((args, kwargs))[0])
-    if function is None or fake_mode is None:
+    function, fake_mode = decomposition_table.get(op, op.decompose), fake_mode_of(trees.flatten((args, kwargs))[0])
+    if fake_mode is None:
         return None
     tape = DecompositionTape()
     try:
@@ -128,7 +126,7 @@ def decomposition_tape(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[st
             tape.result = function(*args, **kwargs)
     except Exception:
         return None
-    return tape
+    return None if tape.result is NotImplemented else tape
 
 
 python_dispatcher: Callable[[], contextlib.AbstractContextManager[Any]] = enable_python_dispatcher

@@ -16,8 +16,7 @@ import torch
 
 from graphpass.padding import combining
 from graphpass.padding.making import Making, Operands
-from graphpass.padding.neutral import RESULTS
-from graphpass.padding.program import Ref
+from graphpass.padding.program import RESULTS, Ref
 from graphpass.padding.sizes import product
 from graphpass.padding.values import Size, TensorShape
 
@@ -51,8 +50,8 @@ class _Entries:
         making.inserted("the real number of entries", self.number, replace(rows, sizes=()))
         return making.emit("aten::div.Tensor", rows, self=total, other=count)
 
-    def moments(self, less: int = 0) -> tuple[Ref, Ref, Ref] | None:
-        """The mean, the variance, and the entries without the mean."""
+    def moments(self, less: int = 0) -> tuple[Ref, Ref] | None:
+        """The variance and the mean."""
         mean = self.averaged(self.ref, self.rows)
         if mean is None:
             return None
@@ -63,13 +62,7 @@ class _Entries:
             return None
         squares = making.emit("aten::mul.Tensor", self.shape, self=zeroed, other=zeroed)
         variance = self.averaged(squares, self.rows, less)
-        return None if variance is None else (mean, variance, centred)
-
-    def normalised(self, centred: Ref, variance: Ref, eps: float) -> Ref:
-        """The entries without their mean, with a variance of 1."""
-        raised = self.making.emit("aten::add.Scalar", self.rows, self=variance, other=eps, alpha=1)
-        scale = self.making.emit("aten::rsqrt", self.rows, self=raised)
-        return self.making.emit("aten::mul.Tensor", self.shape, self=centred, other=scale)
+        return None if variance is None else (variance, mean)
 
 
 def _cast(making: Making, ref: Ref, dtype: torch.dtype) -> Ref:
@@ -91,23 +84,20 @@ def mean(operands: Operands, read: frozenset[int]) -> Ref | None:
 
 
 def variance(operands: Operands, read: frozenset[int]) -> Ref | None:
-    """``var`` and ``std``, alone or with the mean."""
+    """``var``, alone or with the mean."""
     call, making, ref = operands.call, operands.making, operands.argument("self")
     shapes, correction = call.shapes, call.argument("correction", default=1)
     correction = 1 if correction is None else correction
     value = call.tensor("self")
-    is_whole = isinstance(correction, int) and "unbiased" not in call.arguments
+    is_whole = correction == int(correction) and "unbiased" not in call.arguments
     if not isinstance(ref, Ref) or value.dtype is None or not value.dtype.is_floating_point or not is_whole:
         return None
     dims = combining.named_dims(call, value)
-    moments = _Entries(making, ref, dims, _wide(value.dtype)).moments(correction)
+    moments = _Entries(making, ref, dims, _wide(value.dtype)).moments(int(correction))
     if moments is None:
         return None
-    average, spread, _ = moments
-    if call.name.startswith("std"):
-        spread = making.emit("aten::sqrt", making.shape_of(spread), self=spread)
     results = []
-    for of_rows, shape in zip((spread, average), shapes, strict=False):
+    for of_rows, shape in zip(moments, shapes, strict=False):
         part = of_rows
         if not call.argument("keepdim", default=False):
             part = making.emit(
@@ -123,70 +113,6 @@ def _several(operands: Operands, parts: dict[int, Ref]) -> Ref:
     assert isinstance(shapes, tuple), "the operator has several results"
     refs = tuple(parts.get(at) for at in range(len(shapes)))
     return operands.making.emit(RESULTS, shapes, results=refs)
-
-
-def _scaled(operands: Operands, made: Ref, of_weights: Sequence[Size]) -> Ref:
-    """Times the weight, plus the bias, each viewed with these sizes."""
-    making = operands.making
-    for name, op, more in (("weight", "aten::mul.Tensor", {}), ("bias", "aten::add.Tensor", {"alpha": 1})):
-        ref, shape = operands.argument(name), making.shape_of(made)
-        if isinstance(ref, Ref):
-            viewed = TensorShape(tuple(of_weights), making.shape_of(ref).dtype)
-            if making.shape_of(ref).sizes != viewed.sizes:
-                ref = making.emit("aten::view", viewed, self=ref, size=viewed.sizes)
-            made = making.emit(op, shape, self=made, other=ref, **more)
-    return made
-
-
-def normalisation(operands: Operands, read: frozenset[int]) -> Ref | None:
-    """Group, layer and batch norm by the statistics of what they normalise."""
-    call, making, ref = operands.call, operands.making, operands.argument("input")
-    value, shape = call.tensor("input"), call.shapes[0]
-    if not isinstance(ref, Ref) or not shape.dtype.is_floating_point:
-        return None
-    rank, sizes, channels = value.rank, shape.sizes, shape.sizes[1] if value.rank > 1 else 1
-    dims, of_weights = [0, *range(2, rank)], [channels, *[1] * (rank - 2)]
-    viewed = sizes
-    if call.name == "native_group_norm":
-        groups = call.argument("group")
-        viewed, dims = (sizes[0], groups, channels // groups, *sizes[2:]), list(range(2, rank + 1))
-        ref = making.emit("aten::view", TensorShape(viewed, shape.dtype), self=ref, size=viewed)
-    elif call.name == "native_layer_norm":
-        dims = list(combining.features(call, value))
-        of_weights = list(sizes[dims[0] :])
-    elif not combining.trains(call):
-        return None
-    entries = _Entries(making, ref, dims, _wide(shape.dtype))
-    moments = entries.moments()
-    running = _running(operands, entries, *moments[:2]) if moments is not None else {}
-    if moments is None or not read <= {0, *running}:
-        return None
-    made = entries.normalised(moments[2], moments[1], call.argument("eps"))
-    if viewed != sizes:
-        made = making.emit("aten::view", TensorShape(sizes, entries.shape.dtype), self=made, size=sizes)
-    made = _cast(making, _scaled(operands, made, of_weights), shape.dtype)
-    return _several(operands, {0: made, **running})
-
-
-def _running(operands: Operands, entries: _Entries, average: Ref, spread: Ref) -> dict[int, Ref]:
-    """The running statistics after a batch; that of the variance divides by one entry less."""
-    call, making = operands.call, operands.making
-    first = {"_native_batch_norm_legit_functional": 3, "_batch_norm_with_update_functional": 4}.get(call.name)
-    found: dict[int, Ref] = {}
-    if first is None:
-        return found
-    number = making.real(entries.number, TensorShape((), entries.rows.dtype))
-    fewer = making.real(sympy.Max(entries.number - 1, 0), TensorShape((), entries.rows.dtype))
-    total = making.emit("aten::mul.Tensor", entries.rows, self=spread, other=number)
-    unbiased = making.emit("aten::div.Tensor", entries.rows, self=total, other=fewer)
-    for at, (name, part) in enumerate((("running_mean", average), ("running_var", unbiased)), first):
-        old, share = operands.argument(name), call.argument("momentum")
-        own = making.shape_of(old)
-        flat = making.emit("aten::view", replace(entries.rows, sizes=own.sizes), self=part, size=own.sizes)
-        new = making.emit("aten::mul.Scalar", replace(own, dtype=entries.rows.dtype), self=flat, other=share)
-        kept = making.emit("aten::mul.Scalar", own, self=old, other=1 - share)
-        found[at] = making.emit("aten::add.Tensor", own, self=kept, other=new, alpha=1)
-    return found
 
 
 def bags(operands: Operands, read: frozenset[int]) -> Ref | None:

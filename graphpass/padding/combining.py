@@ -19,7 +19,7 @@ from graphpass.padding.opcall import (
     Returned,
 )
 from graphpass.padding.pointwise import broadcast, entry_by_entry
-from graphpass.padding.sizes import product, quotient
+from graphpass.padding.sizes import product
 from graphpass.padding.values import (
     ALL_FINITE,
     LOW_SCORES,
@@ -29,7 +29,6 @@ from graphpass.padding.values import (
     Pad,
     PaddedValue,
     Place,
-    Size,
     TensorShape,
     blurred,
     by_data,
@@ -47,17 +46,14 @@ Dims = Callable[[OpCall, PaddedValue], Iterable[int]]
 
 Neutral = Callable[[Pad], bool]
 
-WEIGHTS = ("weight", "bias", "running_mean", "running_var")
 
-
-def mixes(over: Dims, what: str = "", weights: Sequence[str] = ()) -> PaddingRule:
+def mixes(over: Dims, what: str = "") -> PaddingRule:
     """The relation of an operator whose entries depend on all entries along some dimensions, which it may resize."""
 
     def rule(call: OpCall) -> Returned:
         value = call.tensor("self", "input", "a")
         dims = list(over(call, value))
         call.unpadded(value, dims, what or f"{call.name.strip('_')} over")  # guard: proof_mixed_padding
-        call.unpadded_weights(*weights)
         return call.each(lambda shape: _beside(call, value, dims, shape))
 
     return rule
@@ -71,13 +67,7 @@ def _beside(call: OpCall, value: PaddedValue, dims: Sequence[int], shape: Tensor
     result = PaddedValue((*factors, *new[len(kept) :]))
     # guard: proof_computed_zeros
     pads = {(kept.index(dim), at): blurred(value.pad_at((dim, at))) for dim, at in call.places(value)}
-    return result.with_pads(_normalised(call, pads))
-
-
-def _normalised(call: OpCall, pads: dict[Place, Pad | None]) -> dict[Place, Pad | None]:
-    """Rows of equal entries have a variance of zero, so a normalisation without an epsilon makes NaN of them."""
-    without_epsilon = call.argument("eps") == 0
-    return {at: Approximate.NOT_FINITE if without_epsilon and pad is not None else pad for at, pad in pads.items()}
+    return result.with_pads(pads)
 
 
 def last(count: int) -> Dims:
@@ -88,16 +78,6 @@ def last(count: int) -> Dims:
 def named_dims(call: OpCall, value: PaddedValue) -> list[int]:
     """The dimensions that the call names; all if it names none."""
     return call.dims(call.argument("dim", "dims", "axis", "dimension"), value.rank)
-
-
-def features(call: OpCall, value: PaddedValue) -> range:
-    """The last dimensions, as many as ``normalized_shape`` has."""
-    return range(value.rank - len(call.argument("normalized_shape")), value.rank)
-
-
-def after_rows(call: OpCall, value: PaddedValue) -> range:
-    """All dimensions but the first."""
-    return range(1, value.rank)
 
 
 def channels_and_positions(call: OpCall, value: PaddedValue) -> range:
@@ -149,31 +129,6 @@ def windows(neutral: Neutral) -> PaddingRule:
     return rule
 
 
-def unfolded(call: OpCall) -> PaddedValue:
-    """``im2col``: the entries in each window of an image, as a column."""
-    value = call.tensor("self")
-    dims = [value.rank - 2, value.rank - 1]
-    places = call.places(value, dims)
-    if not places:
-        return mixes(last(3), "moves the entries of")(call)  # type: ignore[return-value]
-    call.unpadded(value, [value.rank - 3], "moves the entries of")
-    _windows(call, value, dims, is_zero)
-    settings = [call.argument(name) for name in ("kernel_size", "dilation", "padding", "stride")]
-    moves: list[Size] = []
-    for dim, kernel, dilation, padding, stride in zip(dims, *settings, strict=True):
-        size = product(value.factors[dim])
-        whole = isinstance(size, int)
-        moves.append((int(size) + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1 if whole else 0)
-    known = next((at for at, size in enumerate(moves) if size), None)
-    total = call.shape.sizes[-1]
-    other = None if known is None else quotient(total, moves[known])
-    if known is None or other is None:
-        raise call.refuse_place(value, places[0], "moves the entries of")
-    moves[1 - known] = other
-    columns = (*value.factors[: value.rank - 3], call.fresh().factors[-2], call.sizes.merged(moves))
-    return PaddedValue(columns)
-
-
 def positions(call: OpCall, value: PaddedValue) -> range:
     """The last dimensions, over which a window moves; their number is in the operator's name or in its window."""
     named = re.search(r"([123])d", call.name)
@@ -181,46 +136,6 @@ def positions(call: OpCall, value: PaddedValue) -> range:
     if not 1 <= count <= value.rank:
         raise call.refuse("its window is not known")
     return range(value.rank - count, value.rank)
-
-
-def batch_norm(call: OpCall) -> Returned:
-    """Rows are independent with running statistics; in training, all rows of a channel are combined."""
-    value = call.tensor("input")
-    channels = value.factors[1]
-    for name in WEIGHTS:
-        weight = call.argument(name)
-        if isinstance(weight, PaddedValue) and call.unify(channels, weight.factors[0]) != channels:
-            raise call.refuse(f"a {name} of factors {list(weight.factors[0])} for channels {list(channels)}")
-    reasons = []
-    if trains(call):  # guard: proof_training_statistics
-        for dim, at in call.places(value, [dim for dim in range(value.rank) if dim != 1]):
-            why = f"its statistics run over the padded dimension {dim}"
-            reasons.append(PaddingReason(why, size=value.factors[dim][at]))
-    normalised = call.carried(PaddedValue(value.factors), value)
-    normalised = normalised.with_pads(_normalised(call, dict(normalised.pads)))
-    result, statistics = (call.reached(value, *reasons) for value in (normalised, PaddedValue((channels,))))
-    if not isinstance(call.result, tuple):
-        return result
-    empty = call.reached(PaddedValue(((0,),)), *reasons)
-    return (result, *call.sides(lambda shape: empty if shape.sizes == (0,) else statistics))
-
-
-def trains(call: OpCall) -> bool:
-    """Whether the operator computes the statistics from the batch."""
-    if "_with_update" in call.name or call.argument("running_mean") is None:
-        return True
-    if call.name.endswith(("_no_update", "_no_training")):
-        return False
-    return call.argument("training", "train", default=True) is not False  # guard: proof_named_training
-
-
-def grid_sample(call: OpCall) -> PaddedValue:
-    """Samples of each image of a batch at the places of its own grid."""
-    value, grid = call.tensor("input", "a"), call.tensor("grid")
-    call.unpadded(value, range(1, value.rank), "samples")
-    call.unpadded(grid, range(1, grid.rank), "samples at")
-    batch = call.unify(value.factors[0], grid.factors[0])
-    return call.carried(PaddedValue((batch, *call.fresh().factors[1:])))
 
 
 # --- reduces: a padded dimension may be combined where its padding is neutral
@@ -344,13 +259,6 @@ def place_of_extreme(call: OpCall) -> Returned | PaddingReason:
     return reduces(is_least if call.name == "argmax" else is_greatest)(call)
 
 
-def norm(call: OpCall) -> Returned | PaddingReason:
-    """Norms: zero padding is neutral for a positive order."""
-    order = call.argument("ord", "p", default=2)
-    has_neutral = order is None or (isinstance(order, (int, float)) and order > 0)
-    return reduces(is_zero if has_neutral else None)(call)
-
-
 def softmax(call: OpCall) -> PaddedValue:
     """Softmax: along a masked dimension, the padding of the result is zero (unknown for ``log_softmax``)."""
     value = call.tensor("self")
@@ -433,22 +341,6 @@ def contracts(first: Sequence[str], second: Sequence[str], bias: str = "") -> Pa
         return _with_bias(call, matrix, call.argument(bias))
 
     return rule
-
-
-def linear(call: OpCall) -> PaddedValue:
-    """A product with the transpose of an unpadded weight, plus a bias."""
-    call.unpadded_weights("weight")
-    value, weight = call.tensor("input"), call.tensor("weight")
-    call.unpadded(value, [value.rank - 1], "sums products over")
-    transposed = PaddedValue(weight.factors[::-1])
-    return _with_bias(call, _product_of(call, value, transposed), call.argument("bias"))
-
-
-def outer(call: OpCall) -> PaddedValue:
-    """The products of each entry of one vector and each of another."""
-    rows, columns = call.tensor("self"), call.tensor("vec2")
-    column = rows.moved((rows.factors[0], ()), {0: 0})
-    return _product_of(call, column, columns.moved(((), columns.factors[0]), {0: 1}))
 
 
 def scaled_product(call: OpCall) -> PaddedValue:

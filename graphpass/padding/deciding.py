@@ -62,11 +62,6 @@ class Asked:
         return self.answer(Walk(graph, sizes, frozenset()), sizes, graph)
 
 
-def _is_recorded_whole(node: fx.Node, op: str) -> bool:
-    """Whether the record of a node is of its own operator, so that its operands are the node's."""
-    return isinstance(node.target, operators.OpOverload) and node.target.name() == op
-
-
 def made(graph: AtenGraph, asked: Asked, recorded: Mapping[int, fx.Node]) -> Made | None:
     """The graph with repairs, for as many of the key fields as can be padded together; None if repairs let no more be.
 
@@ -79,7 +74,7 @@ def made(graph: AtenGraph, asked: Asked, recorded: Mapping[int, fx.Node]) -> Mad
     """
     if len(set(asked.fields.values())) != len(asked.fields):  # guard: made_sizes_are_apart
         return None
-    can_change = [at for at, node in recorded.items() if _is_recorded_whole(node, graph.nodes[at].op)]
+    can_change = [at for at, node in recorded.items() if isinstance(node.target, operators.OpOverload)]
     accepted: list[Making] = []
 
     def attempt(candidates: Mapping[sympy.Symbol, str]) -> tuple[Interpretation, tuple[PaddingFinding, ...]]:

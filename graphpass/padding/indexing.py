@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -132,14 +132,10 @@ def _along(call: OpCall, value: PaddedValue, index: PaddedValue, dim: int, resul
     return result
 
 
-def index_select(call: OpCall) -> PaddedValue:
-    """``index_select`` and ``embedding``: the index's dimensions take the place of one."""
-    value = call.tensor("self", "weight")
-    index = call.tensor("index", "indices")
-    dim = call.dim(call.argument("dim", default=0), value.rank)
-    pads = {place: pad for place, pad in value.padding if place[0] != dim} if call.name == "index_select" else {}
-    result = PaddedValue((*value.factors[:dim], *index.factors, *value.factors[dim + 1 :])).with_pads(pads)
-    return _along(call, value, index, dim, result)
+def embedding(call: OpCall) -> PaddedValue:
+    """The index's dimensions take the place of the rows of a table."""
+    table, index = call.tensor("weight"), call.tensor("indices")
+    return _along(call, table, index, 0, PaddedValue((*index.factors, *table.factors[1:])))
 
 
 def embedding_bag(call: OpCall) -> Returned:
@@ -171,25 +167,10 @@ def embedding_bag(call: OpCall) -> Returned:
 
 def gather(call: OpCall) -> PaddedValue:
     """In all dimensions except the gathered one, entry i comes from entry i."""
-    value, index = call.tensor("self"), call.tensor("index", "indices")
-    dim = call.argument("dim")
-    if dim is None:
-        raise call.refuse("takes entries of the flattened tensor")
-    dim = call.dim(dim, value.rank)
+    value, index = call.tensor("self"), call.tensor("index")
+    dim = call.dim(call.argument("dim"), value.rank)
     _check_aligned(call, value, index, [at for at in range(value.rank) if at != dim])
     return _along(call, value, index, dim, call.carried(PaddedValue(index.factors), value))
-
-
-def take(call: OpCall) -> PaddedValue:
-    """An index into the flattened tensor."""
-    value, index = call.tensor("self"), call.tensor("index")
-    flat = tuple(size for of_dim in value.factors for size in of_dim)
-    result = PaddedValue(index.factors)
-    if not call.sizes.any_padded(flat) or stays_real(call, index, flat):
-        return result
-    check_order(call, flat)
-    what = "data selects entries of the flattened, padded tensor"
-    return call.reached(result, by_contents(what, call.sizes.first_padded(flat)))
 
 
 def _check_aligned(call: OpCall, value: PaddedValue, index: PaddedValue, dims: Sequence[int]) -> None:
@@ -209,21 +190,14 @@ def _check_aligned(call: OpCall, value: PaddedValue, index: PaddedValue, dims: S
 
 def bucketize(call: OpCall) -> PaddedValue:
     """Each entry is looked up in a table, which must be unpadded."""
-    entries = call.argument("self", "input", "elements")
-    table: Any = call.argument("boundaries", "test_elements")
-    if isinstance(table, PaddedValue):
-        call.unpadded(table, range(table.rank), "looks entries up in")
-    if not isinstance(entries, PaddedValue):
-        return call.fresh()
-    return PaddedValue(entries.factors)
+    call.unpadded_weights("boundaries")
+    return PaddedValue(call.tensor("self").factors)
 
 
 # --- writes: refused if the index or the source is padded along the written dimension
 
 
-WRITES = words(
-    "index_put _unsafe_index_put scatter scatter_add scatter_reduce index_add index_copy index_fill index_reduce"
-)
+WRITES = words("index_put _unsafe_index_put scatter scatter_add scatter_reduce")
 """Operators that write the entries that an index names."""
 
 
@@ -244,9 +218,7 @@ def drops_padding(call: OpCall, index: PaddedValue, of_dim: Factors) -> bool:
 
 
 def _adds(call: OpCall) -> bool:
-    return (
-        call.name in ("index_add", "scatter_add") or call.argument("accumulate") or call.argument("reduce") == "sum"
-    ) is True
+    return (call.name == "scatter_add" or call.argument("accumulate") or call.argument("reduce") == "sum") is True
 
 
 def _adds_zeros(call: OpCall, source: object, of_dim: Factors) -> bool:
@@ -273,26 +245,6 @@ def scatter(call: OpCall) -> PaddedValue:
     check_order(call, value.factors[dim])
     what, remedy = f"data selects which entries of dimension {dim} are written", HIDE_PADDING if _adds(call) else ""
     return _written(call, value.factors, source, by_contents(what, size, remedy))
-
-
-def index_add(call: OpCall) -> PaddedValue:
-    """``index_add``, ``index_copy``, ``index_fill``, ``index_reduce``: an index tensor selects the rows to write."""
-    value, index = call.tensor("self"), call.tensor("index")
-    dim = call.dim(call.argument("dim"), value.rank)
-    source = call.argument("source", "src", "value")
-    listed: Factors = index.factors[0] if index.rank else ()
-    factors = list(value.factors)
-    if isinstance(source, PaddedValue) and source.rank and source.constant is None:
-        factors = call.unify_into(factors, source, dim)
-        if source.factors[dim] != listed and call.sizes.any_padded((*source.factors[dim], *listed)):
-            raise call.refuse(f"a source of rows {list(source.factors[dim])} for indices {list(listed)}")
-    of_dim: Factors = value.factors[dim] if value.rank else ()
-    size = call.sizes.first_padded(of_dim, listed)  # guard: proof_added_by_data
-    if size is None or drops_padding(call, index, of_dim) or _adds_zeros(call, source, of_dim):
-        return _written(call, tuple(factors), source)
-    check_order(call, of_dim)
-    what, remedy = f"data selects which entries of dimension {dim} are written", HIDE_PADDING if _adds(call) else ""
-    return _written(call, tuple(factors), source, by_contents(what, size, remedy))
 
 
 def index_put(call: OpCall) -> PaddedValue:
@@ -347,10 +299,7 @@ def _masked_put(call: OpCall, value: PaddedValue, values: PaddedValue, masks: Se
 _COUNTS = words("arange iota linspace real_size")
 _RUNNING = words("cumsum cumprod logcumsumexp cummax cummin")
 _BY_POSITION = words("index _unsafe_index index_put _unsafe_index_put _unsafe_masked_index")
-_ALONG_DIM = words(
-    "index_select gather take take_along_dim scatter scatter_add scatter_reduce index_add index_copy index_fill",
-    "index_reduce",
-)
+_ALONG_DIM = words("gather scatter scatter_add scatter_reduce")
 _PROBABILITIES = words("bernoulli binary_cross_entropy binomial multinomial poisson")
 
 _PLACES = words(
@@ -445,13 +394,8 @@ def index_operands(call: OpCall) -> Iterator[tuple[ArgumentPath, PaddedValue, Fa
             if isinstance(index, PaddedValue) and index.dtype is not torch.bool:
                 yield ("indices", at), index, of_dim
     elif call.name in _ALONG_DIM:
-        value, index = call.tensor("self"), call.tensor("index", "indices")
-        path = ("index" if "index" in call.arguments else "indices",)
-        dim = call.argument("dim")
-        if isinstance(dim, int) and value.rank:
-            yield path, index, value.factors[call.dim(dim, value.rank)]
-        else:
-            yield path, index, tuple(size for of_dim in value.factors for size in of_dim)
+        value, dim = call.tensor("self"), call.argument("dim")
+        yield ("index",), call.tensor("index"), value.factors[call.dim(dim, value.rank)] if value.rank else ()
 
 
 # --- positions: values that depend on the index of an entry in its batch, where its entries must be independent

@@ -22,7 +22,7 @@ from graphpass.padding.opcall import (
     Unknown,
     tensors_of,
 )
-from graphpass.padding.program import CONSTANT, GETITEM, NUMBER, AtenGraph, AtenNode, Ref, references
+from graphpass.padding.program import CONSTANT, GETITEM, NUMBER, RESULTS, AtenGraph, AtenNode, Ref, references
 from graphpass.padding.sizes import Sizes, as_size, product, quotient
 from graphpass.padding.table import applied, is_registered, rule_for
 from graphpass.padding.values import (
@@ -176,6 +176,8 @@ class Walk:
         if node.op == GETITEM:
             of, at = self._of(node.arguments[0][1]), node.arguments[1][1]
             return of[at] if isinstance(of, tuple) else None
+        if node.op == RESULTS:
+            return self._of(node.arguments[0][1])
         if node.op == NUMBER:
             return self._renamed(node.result)
         result = self._renamed(node.result)

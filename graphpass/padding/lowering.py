@@ -16,8 +16,8 @@ from graphpass.compat import operators, symbolic
 from graphpass.padding.combining import greatest, lowest
 from graphpass.padding.indexing import WRITES
 from graphpass.padding.making import Made, base_name
-from graphpass.padding.neutral import INDEX, NEUTRAL, REAL_INDEX, REAL_ORDER, REAL_SIZE, RESULTS
-from graphpass.padding.program import GETITEM, AtenGraph, AtenNode, Ref
+from graphpass.padding.neutral import INDEX, NEUTRAL, REAL_INDEX, REAL_ORDER, REAL_SIZE
+from graphpass.padding.program import GETITEM, RESULTS, AtenGraph, AtenNode, Ref, references
 from graphpass.padding.values import Size, operator_named
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -114,33 +114,58 @@ class _Writer:
     def run(self, original: AtenGraph, made: Made) -> None:
         """Write all nodes in order."""
         fronts = self._fronts(made)
-        self._originals = [*self._values, *(self._recorded.get(at) for at in range(len(original.nodes)))]
+        last = {node: at for at, node in self._recorded.items()}
+        in_parts = {
+            node
+            for at, node in self._recorded.items()
+            if at != last[node]
+            or (isinstance(node.target, operators.OpOverload) and node.target.name() != original.nodes[at].op)
+        }
+        kept = in_parts - self._changed_inside(original, made, last)  # guard: made_in_parts
+        stands_for = [node if at == last[node] else None for at, node in self._recorded.items()]
+        self._originals = [*self._values, *stands_for]
         for node, source, front in zip(made.graph.nodes, made.sources, fronts, strict=True):
-            own = None if source is None else self._recorded.get(source)
-            if own is not None and node.op == GETITEM and isinstance(self._of_results(node), tuple):
+            own = None if source is None else self._recorded[source]
+            if source is None or own is None:
+                self._values.append(self._new(node, front, made.graph))
+            elif own in kept:
+                self._values.append(own if source == last[own] else None)
+            elif own in in_parts or node.op not in (GETITEM, original.nodes[source].op):
+                self._values.append(self._new(node, front, made.graph))
+                if source == last[own] and isinstance(self._values[-1], fx.Node):
+                    self._replace(own)
+            elif node.op == GETITEM and isinstance(self._of_results(node), tuple):
                 self._values.append(self._of_results(node)[dict(node.arguments)["at"]])
                 several: Any = own.args[0]
-                own.replace_all_uses_with(self._values[-1])
-                for unread in (own, several)[: 2 if len(several.users) == 1 else 1]:
-                    self._graph.erase_node(unread)
-                continue
-            if source is not None and own is not None and node.op == original.nodes[source].op:
+                self._replace(own)
+                if not several.users:
+                    self._graph.erase_node(several)
+            else:
                 self._update(own, node, original.nodes[source])
                 self._values.append(self._with_one_more(own, _dims_with_one_more(node, made.graph)))
-                continue
-            if node.op == RESULTS:
-                self._values.append(tuple(map(self._value, dict(node.arguments)["results"])))
-                continue
-            if source is not None and own is None:
-                self._values.append(None)
-                continue
-            self._before = front
-            self._where = {key: one for key, one in front.meta.items() if key in ("stack_trace", "nn_module_stack")}
-            written = self._written(node)
-            self._values.append(written)
-            if own is not None:  # it was rewritten
-                own.replace_all_uses_with(written)
-                self._graph.erase_node(own)
+
+    def _replace(self, own: fx.Node) -> None:
+        """Put the last value in the place of a node."""
+        own.replace_all_uses_with(self._values[-1])
+        self._graph.erase_node(own)
+
+    def _new(self, node: AtenNode, front: fx.Node, graph: AtenGraph) -> Any:
+        self._before = front
+        self._where = {key: one for key, one in front.meta.items() if key in ("stack_trace", "nn_module_stack")}
+        written, dims = self._written(node), _dims_with_one_more(node, graph)
+        return self._with_one_more(written, dims) if dims else written
+
+    def _changed_inside(self, original: AtenGraph, made: Made, last: Mapping[fx.Node, int]) -> set[fx.Node | None]:
+        """The nodes recorded in parts of which a repair changed one, or reads one that is not the last."""
+        first, changed = len(original.inputs), set[fx.Node | None]()
+        for node, source in zip(made.graph.nodes, made.sources, strict=True):
+            own = None if source is None else self._recorded[source]
+            if source is not None and node.op != original.nodes[source].op:
+                changed.add(own)
+            for read in (made.sources[index - first] for index in references(node.arguments) if index >= first):
+                of = None if read is None else self._recorded[read]
+                changed.update([own] if of is None else [of] if of is not own and read != last[of] else ())
+        return changed
 
     def _of_results(self, getitem: AtenNode) -> Any:
         of = dict(getitem.arguments)["of"]
@@ -234,14 +259,17 @@ class _Writer:
         node.meta = {**self._where, "val": symbolic.extract_val(target(*plain_args, **plain_kwargs))}
         return node
 
-    def _written(self, node: AtenNode) -> fx.Node:
+    def _written(self, node: AtenNode) -> Any:
         arguments = dict(node.arguments)
         if node.op == NEUTRAL:
             return self._neutral(arguments)
         if node.op == REAL_SIZE:
             return self._of_entries(arguments["size"], node.result)
+        if node.op == RESULTS:
+            return tuple(map(self._value, arguments["results"]))
         if node.op == GETITEM:
-            return self.call(operator.getitem, self._of_results(node), arguments["at"])
+            of, at = self._of_results(node), arguments["at"]
+            return of[at] if isinstance(of, tuple) else self.call(operator.getitem, of, at)
         if node.op == REAL_ORDER:
             return self._sorted(arguments)
         if node.op == REAL_INDEX:
@@ -369,10 +397,8 @@ class _Writer:
 
     def _padded_value(self, size: Size) -> Any:
         """The value of an expression at the graph's own sizes: a number, or the node of one."""
-        if isinstance(size, (int, sympy.Integer)):
-            return int(size)
-        if isinstance(size, (sympy.Float, sympy.Rational)):
-            return float(size)
+        if isinstance(size, (int, sympy.Number)):
+            return int(size) if isinstance(size, (int, sympy.Integer)) else float(size)
         if isinstance(size, sympy.Symbol):
             return self._symbol(size)
         _, op, parts = _parts(size)

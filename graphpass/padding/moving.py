@@ -16,8 +16,8 @@ import torch
 
 from graphpass.compat import symbolic
 from graphpass.padding.making import Making, Operands, Rewrite, is_computed
-from graphpass.padding.neutral import INDEX, REAL_ORDER, REAL_SIZE, RESULTS
-from graphpass.padding.program import GETITEM, Ref
+from graphpass.padding.neutral import INDEX, REAL_ORDER, REAL_SIZE
+from graphpass.padding.program import GETITEM, RESULTS, Ref
 from graphpass.padding.sizes import is_zero_size, product
 from graphpass.padding.values import PaddedValue, Size, TensorShape
 

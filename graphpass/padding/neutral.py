@@ -23,9 +23,6 @@ REAL_SIZE = "graphpass::real_size"
 REAL_ORDER = "graphpass::real_order"
 """``self`` sorted along ``dim`` of ``size``, equal entries in their order and padding last; and where entries were."""
 
-RESULTS = "graphpass::results"
-"""The results of an operator that has several, each by itself; None for one that is not read."""
-
 INDEX = tuple(sympy.Symbol(f"index_{dim}", integer=True, nonnegative=True) for dim in range(6))
 """The index of an entry of the result along each dimension, in such an expression."""
 
@@ -80,11 +77,6 @@ def real_order(call: OpCall) -> tuple[PaddedValue, PaddedValue]:
     if call.asks_independence or value.factors[dim] != (size,):
         raise call.refuse(f"sorts the dimension {dim} of {list(value.factors[dim])}", size)
     return PaddedValue(value.factors), PaddedValue(value.factors, counted=size)
-
-
-def results(call: OpCall) -> tuple[PaddedValue | None, ...]:
-    """Each as it is."""
-    return tuple(call.argument("results"))
 
 
 def real_index(call: OpCall) -> PaddedValue:

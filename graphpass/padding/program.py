@@ -18,7 +18,7 @@ import torch
 from sympy.core.function import Application
 from torch import fx
 
-from graphpass.compat import operators, symbolic
+from graphpass.compat import operators, symbolic, trees
 from graphpass.compat.nnmodules import where_of
 from graphpass.padding.indexing import BAGS, checks_numbers
 from graphpass.padding.sizes import as_size, is_zero_size, product, quotient
@@ -28,6 +28,9 @@ from graphpass.padding.values import ResultShape, Size, TensorShape
 GETITEM = "getitem"
 NUMBER = "number"
 CONSTANT = "constant"
+RESULTS = "results"
+"""The results of an operator that has several, each by itself; None for one that is not read."""
+
 _PERMUTE, _VIEW = torch.ops.aten.permute.default, torch.ops.aten.view.default
 
 
@@ -42,7 +45,7 @@ class Ref:
 class AtenNode:
     """One operator of the graph."""
 
-    op: str  #: the qualified name, ``aten::add.Tensor``; or ``getitem``, ``number`` or ``constant``
+    op: str  #: the qualified name, ``aten::add.Tensor``; or ``getitem``, ``results``, ``number`` or ``constant``
     #: (schema name, argument) pairs, defaults included; tensors are :class:`Ref`, symbolic sizes are expressions.
     arguments: tuple[tuple[str, Any], ...]
     result: ResultShape  #: the shape of the result
@@ -87,7 +90,10 @@ class AtenGraph:
 
     @staticmethod
     def as_decomposed(graph_module: fx.GraphModule) -> tuple[AtenGraph, dict[int, fx.Node]]:
-        """The record without whole softmaxes in place of their parts; {position of a node in it: what it records}."""
+        """The record without whole softmaxes in place of their parts; {position of a node in it: what it records}.
+
+        Several positions of one node are its parts. The last of them stands for it.
+        """
         reader = _Reader(graph_module, completes_softmax=False)
         return reader.read(), reader.recorded
 
@@ -99,6 +105,9 @@ def references(argument: Any) -> Iterator[int]:
     elif isinstance(argument, tuple):
         for part in argument:
             yield from references(part)
+
+
+_PLAIN = (Ref, bool, int, float, complex, str, sympy.Basic, torch.dtype, torch.layout, torch.memory_format)
 
 
 class _Reader:
@@ -117,7 +126,8 @@ class _Reader:
         self._bounds = functools.cache(functools.partial(symbolic.bounds_of, env))
         facts = map(_by_length, symbolic.facts_of(env))
         self._equal = {large: small for large, small in facts if isinstance(large, sympy.Expr) and large.args}
-        self._taped: dict[int, Any] = {}  # id of a fake tensor of the decomposition being recorded -> its Ref
+        self._taped: dict[int, Any] = {}  # id of a fake tensor -> its Ref
+        self._tapes = list[symbolic.DecompositionTape]()  # keeps them alive
 
     def read(self) -> AtenGraph:
         nodes = list(self._module.graph.nodes)
@@ -130,10 +140,9 @@ class _Reader:
             if node.op == "output":
                 outputs = tuple(self._plain(output) for output in node.args[0])
             elif node.op != "placeholder":
-                composed = self._decomposed(node) if isinstance(node.target, operators.OpOverload) else None
-                self._at[node] = self._added(self._node(node)) if composed is None else composed
-                if composed is None:
-                    self.recorded[len(self._nodes) - 1] = node
+                before = len(self._nodes)
+                self._at[node] = self._decomposed(node) or self._added(self._node(node))
+                self.recorded.update(dict.fromkeys(range(before, len(self._nodes)), node))
         shapes = tuple(s if isinstance(s, (TensorShape, int, sympy.Basic)) else None for s in self._inputs)
         names = tuple(str(node.name) for node in placeholders)
         sizes = [size for shape in shapes for size in (shape.sizes if isinstance(shape, TensorShape) else (shape,))]
@@ -170,31 +179,41 @@ class _Reader:
         at = value.index - len(self._inputs)
         return self._nodes[at].result if at >= 0 else self._inputs[value.index]
 
-    def _decomposed(self, node: fx.Node) -> Any | None:
-        """The result of an operator without a padding rule, recorded as the operators that it consists of.
-
-        It is a Ref, or a tuple of them. None if the operator has a rule, or no decomposition that can be recorded.
-        """
-        op: Any = node.target
-        if rule_for(op.name()) is not None or checks_numbers(op.name().partition("::")[2].partition(".")[0]):
+    def _decomposed(self, node: fx.Node) -> Ref | None:
+        """The result of an operator of the graph recorded as the operators that it consists of; None if it is not."""
+        if not isinstance(node.target, operators.OpOverload) or not _is_composed(node.target):
             return None
-        inputs = {id(one.meta.get("val")): self._at[one] for one in node.all_input_nodes}
+        self._taped.update({id(one.meta.get("val")): self._at[one] for one in node.all_input_nodes})
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.meta.get("val"))
-        tape = symbolic.decomposition_tape(op, args, kwargs)
-        if tape is None or not tape.is_closed(inputs):
+        return self._of_parts(node.target, args, kwargs, node.meta.get("val"), where_of(node.meta.get("stack_trace")))
+
+    def _of_parts(self, op: Any, args: Any, kwargs: Any, result: Any, where: str) -> Ref | None:
+        """The result of a call with fake tensors, recorded in parts; None if it has none, or if one writes."""
+        tape = symbolic.decomposition_tape(op, args, kwargs) if _is_composed(op) and trees.tensors(result) else None
+        if tape is None or not tape.is_closed(set(map(id, trees.tensors((args, kwargs))))):
             return None
-        where = where_of(node.meta.get("stack_trace"))
-        self._taped.update(inputs)
-        for called, args, kwargs, result in tape.calls:
-            ref = self._added(self._of_operator(called, args, kwargs, self._shape_of(result), where))
-            parts = result if isinstance(result, (list, tuple)) else ()
-            for at, part in enumerate(parts):
-                self._taped[id(part)] = self._added(
-                    AtenNode(GETITEM, (("of", ref), ("at", at)), self._shape_of(part), where)
-                )
-            if not parts:
-                self._taped[id(result)] = ref
-        return self._plain(tape.result)
+        self._tapes.append(tape)
+        before = len(self._nodes)
+        for called, args, kwargs, part in tape.calls:
+            ref = self._of_parts(called, args, kwargs, part, where)
+            if ref is None and operators.is_mutable(called):
+                del self._nodes[before:]
+                return None
+            ref = ref or self._called(called, args, kwargs, part, where)
+            self._taped[id(part)] = ref
+            for at, one in enumerate(part if isinstance(part, (list, tuple)) else ()):
+                item = AtenNode(GETITEM, (("of", ref), ("at", at)), self._shape_of(one), where)
+                self._taped[id(one)] = self._added(item)
+        found, shape = self._plain(tape.result), self._shape_of(result)
+        if isinstance(found, Ref):
+            is_last = found.index == self.next.index - 1
+            return found if is_last else self._added(AtenNode("aten::alias", (("self", found),), shape, where))
+        return self._added(AtenNode(RESULTS, (("results", found),), shape, where))
+
+    def _called(self, op: Any, args: Any, kwargs: Any, result: Any, where: str) -> Ref:
+        if op is torch.ops.aten.as_strided.default and (view := self._restrided(args, result, where)) is not None:
+            return self._added(view)
+        return self._added(self._of_operator(op, args, kwargs, self._shape_of(result), where))
 
     def _plain(self, argument: Any) -> Any:
         if isinstance(argument, fx.Node):
@@ -205,9 +224,7 @@ class _Reader:
             return tuple(self._plain(part) for part in argument)
         if isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return self._size(argument)
-        if argument is None or isinstance(argument, (Ref, bool, int, float, complex, str, torch.dtype)):
-            return argument
-        return str(argument)
+        return argument if argument is None or isinstance(argument, _PLAIN) else str(argument)
 
     def _node(self, node: fx.Node) -> AtenNode:
         where = where_of(node.meta.get("stack_trace"))
@@ -218,8 +235,12 @@ class _Reader:
             return AtenNode(CONSTANT, (), self._shape_of(value), where)
         if target is operator.getitem:
             return AtenNode(GETITEM, (("of", self._plain(node.args[0])), ("at", node.args[1])), result, where)
-        if target is torch.ops.aten.as_strided.default and (restrided := self._restrided(node, where)) is not None:
-            return restrided
+        if target is torch.ops.aten.as_strided.default:
+            source: Any = node.args[0]
+            self._taped[id(source.meta["val"])] = self._at[source]
+            restrided = self._restrided((source.meta["val"], node.args[1]), node.meta["val"], where)
+            if restrided is not None:
+                return restrided
         if isinstance(target, operators.OpOverload):
             return self._of_operator(target, node.args, node.kwargs, result, where)
         if operators.is_higher_order(target):
@@ -227,14 +248,12 @@ class _Reader:
         is_number = isinstance(result, (int, sympy.Expr, sympy.Basic, float))
         return AtenNode(NUMBER if is_number else str(target), self._positional(node), result, where)
 
-    def _restrided(self, node: fx.Node, where: str) -> AtenNode | None:
+    def _restrided(self, args: Sequence[Any], result: torch.Tensor, where: str) -> AtenNode | None:
         """An ``as_strided`` as a view, if its entries are those of the whole tensor in the order of memory."""
-        source: Any = node.args[0]
-        tensor: Any = source.meta.get("val")
-        result: Any = node.meta.get("val")
-        if tensor is None or self._size(tensor.storage_offset()) != self._size(result.storage_offset()):
+        tensor: torch.Tensor = args[0]
+        if self._size(tensor.storage_offset()) != self._size(result.storage_offset()):
             return None
-        value, before, after = self._plain(source), self._strided(tensor), self._strided(result)
+        value, before, after = self._plain(tensor), self._strided(tensor), self._strided(result)
 
         def moved(op: Any, value: Ref, argument: Sequence[Any], sizes: Iterable[Size]) -> Ref:
             shape = TensorShape(tuple(sizes), tensor.dtype)
@@ -249,7 +268,7 @@ class _Reader:
             value = moved(_PERMUTE, value, [*of_tensor, *ones], [*whole, *(1 for _ in ones)])
             value = moved(_VIEW, value, parts, parts)
             value = moved(_PERMUTE, value, [[*of_result].index(dim) for dim in after], (s for s, _ in after.values()))
-        return self._of_operator(_VIEW, (value, node.args[1]), {}, self._shape_of(result), where)
+        return self._of_operator(_VIEW, (value, args[1]), {}, self._shape_of(result), where)
 
     def _strided(self, tensor: torch.Tensor) -> dict[int, tuple[Size, Size]]:
         """{dimension: (size, stride)} of the dimensions of other sizes than 1."""
@@ -339,6 +358,11 @@ class _Reader:
                     return None
                 bases[position], kwargs[name] = name, every[position]
         return replace(self._of_operator(op, (), kwargs, result, where), bases=tuple(bases))
+
+
+def _is_composed(op: operators.OpOverload) -> bool:
+    """Whether the record of an operator without a rule should be that of its parts."""
+    return rule_for(op.name()) is None and not checks_numbers(op.name().partition("::")[2].partition(".")[0])
 
 
 def _memory_order(layout: Mapping[int, tuple[Size, Size]]) -> dict[int, tuple[Size, Size]]:

@@ -112,29 +112,6 @@ def gathered(call: OpCall) -> PaddedValue:
     return repeat(replace(call, arguments={"self": value, "repeats": repeats}))
 
 
-def triangle(call: OpCall) -> PaddedValue:
-    """``tril`` and ``triu``: entries above or below a diagonal become zero."""
-    value, diagonal = call.tensor("self"), call.argument("diagonal", default=0)
-    row, col = value.rank - 2, value.rank - 1
-    if not isinstance(diagonal, int):
-        raise call.refuse(f"the padded size {diagonal} is a diagonal", diagonal)
-    for dim in (row, col):
-        if not call.sizes.is_prefix(value.factors[dim]):
-            raise call.refuse(f"a triangle over the factors {list(value.factors[dim])}", value.factors[dim][-1])
-    square = len(value.factors[row]) == 1 and value.factors[row] == value.factors[col]
-    turn = 1 if call.name == "tril" else -1  # triu is tril with rows and columns exchanged
-    pads: dict[Place, Pad | None] = {}
-    for place in call.places(value):
-        pad = value.pad_at(place)
-        # What is in padding along columns only has a column minus row of at least 1, along rows of at most -1.
-        beyond = turn * {row: -1, col: 1}.get(place[0], 0) if square else 0  # guard: proof_triangle_side
-        if beyond == 1 and turn * diagonal <= 0:  # guard: proof_triangle_diagonal
-            pads[place] = 0
-        else:
-            pads[place] = pad if beyond == -1 and turn * diagonal >= -1 else either(pad, 0.0)
-    return PaddedValue(value.factors).with_pads(pads)
-
-
 # --- cuts and joins
 
 

@@ -35,12 +35,6 @@ def _zero(dtype: torch.dtype) -> int:
     return 0
 
 
-def _norm(operands: Operands) -> None:
-    order = operands.call.argument("ord", "p", default=2)
-    if order is None or (isinstance(order, (int, float)) and order > 0):  # guard: made_norm
-        _reduced(_zero)(operands)
-
-
 def _contracted(first: str, second: Sequence[str]) -> Repair:
     """Zero in both operands: zero times infinity is NaN."""
 
@@ -89,11 +83,6 @@ def _pooled(fill: Callable[[torch.dtype], float | int | bool]) -> Repair:
     return repair
 
 
-def _unfolded(operands: Operands) -> None:
-    value = operands.call.tensor("self")
-    operands.filled(("self",), operands.call.places(value, [value.rank - 2, value.rank - 1]), 0)
-
-
 def _extended(operands: Operands) -> None:
     """What is put behind padding, in the padding."""
     call = operands.call
@@ -139,8 +128,8 @@ def _indices(operands: Operands) -> None:
             operands.filled(path, new_places(call, index), 0)  # guard: made_bounds
 
 
-_WRAPS = words("index _unsafe_index take index_put _unsafe_index_put index_fill")
-_READS = words("index _unsafe_index gather index_select embedding take")
+_WRAPS = words("index _unsafe_index index_put _unsafe_index_put")
+_READS = words("index _unsafe_index gather embedding")
 
 _ATTENTION = words(
     "scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu",
@@ -153,14 +142,13 @@ ZERO_PADDING = "graphpass::zero_padding"
 _OPERANDS: Mapping[str, Repair] = {
     name: repair
     for names, repair in (
-        ("sum nansum any count_nonzero", _reduced(_zero)),
+        ("sum any", _reduced(_zero)),
         ("all", _reduced(lambda dtype: True)),
         ("prod", _reduced(lambda dtype: 1)),
         ("amax max argmax", _reduced(combining.lowest)),
         ("amin min argmin", _reduced(combining.greatest)),
         ("logsumexp _softmax _log_softmax _safe_softmax", _reduced(lambda dtype: -math.inf)),
-        ("linalg_vector_norm norm", _norm),
-        ("mm bmm matmul mv dot vdot", _contracted("self", ("mat2", "other", "vec", "tensor"))),
+        ("mm bmm mv dot vdot", _contracted("self", ("mat2", "vec", "other", "tensor"))),
         ("addmm", _contracted("mat1", ("mat2",))),
         ("baddbmm", _contracted("batch1", ("batch2",))),
         ("addmv", _contracted("mat", ("vec",))),
@@ -169,7 +157,6 @@ _OPERANDS: Mapping[str, Repair] = {
         ("max_pool2d_with_indices max_pool3d_with_indices", _pooled(combining.lowest)),
         ("_low_memory_max_pool_with_offsets", _pooled(combining.lowest)),
         ("avg_pool2d avg_pool3d", _pooled(_zero)),
-        ("im2col", _unfolded),
         ("constant_pad_nd", _extended),
         (ZERO_PADDING.removeprefix("graphpass::"), _zeroed),
     )
@@ -280,15 +267,9 @@ _WITH_MASK: Mapping[str, tuple[str, str, bool]] = {
 }
 """Kernel -> (the kernel that takes a mask, the name of the mask, whether it wants it at the size of the scores)."""
 
-_NORMS = words(
-    "native_group_norm native_layer_norm",
-    "_native_batch_norm_legit _native_batch_norm_legit_functional _batch_norm_with_update_functional",
-)
-
 _REWRITES: Mapping[str, Rewrite] = {
     "mean": averaging.mean,
-    **dict.fromkeys(words("var std var_mean std_mean"), averaging.variance),
-    **dict.fromkeys(_NORMS, averaging.normalisation),
+    **dict.fromkeys(words("var var_mean"), averaging.variance),
     **dict.fromkeys(words("avg_pool2d avg_pool3d"), averaging.averaged_windows),
     **dict.fromkeys(words("_embedding_bag _embedding_bag_forward_only"), averaging.bags),
     **dict.fromkeys(words("sort topk"), moving.ordered),

@@ -127,6 +127,6 @@ WINDOWS: dict[str, list[Case]] = {
             lambda x: F.unfold(x.mT[:, :, None], (1, 3), padding=(0, 1), stride=(1, 2)),
             proved=("b",),
         ),
-        Case("columns of an image", lambda g: F.unfold(g[None, None], 2, padding=1), ()),
+        Case("columns of an image", lambda g: F.unfold(g[None, None], 2, padding=1), ("b",)),
     ],
 }

@@ -130,7 +130,7 @@ REDUCTIONS = [
         for d in (0, 1)
     ),
     *(s(f"{op}", lambda n, d=d: (t(2, n), d)) for op in ("argmin", "min.dim", "median.dim", "mode") for d in (0, 1)),
-    *(s(f"{op}", lambda n, d=d: (t(2, n), [d])) for op in ("nansum", "var.dim", "nanmean") for d in (0, 1)),
+    *(s(f"{op}", lambda n, d=d: (t(2, n), [d])) for op in ("nansum", "var.dim") for d in (0, 1)),
     *(
         s(f"{op}.correction", lambda n, d=d: (t(2, n), [d]))
         for op in ("var", "std", "var_mean", "std_mean")
@@ -222,14 +222,9 @@ PRODUCTS = [
     s("native_layer_norm", lambda n: (t(2, n), [n], None, None, 1e-5)),
     s("native_group_norm", lambda n: (t(n, 4, 3), None, None, n, 4, 3, 2, 1e-5)),
     s("native_group_norm", lambda n: (t(2, 4, n), None, None, 2, 4, n, 2, 1e-5)),
-    *(
-        s("_native_batch_norm_legit_functional", lambda n, on=on: (t(n, 3), None, None, t(3), pos(3), on, 0.1, 1e-5))
-        for on in (True, False)
-    ),
+    s("_native_batch_norm_legit_functional", lambda n: (t(n, 3), None, None, t(3), pos(3), False, 0.1, 1e-5)),
     s("_native_batch_norm_legit.no_stats", lambda n: (t(n, 3, 2), None, None, True, 0.1, 1e-5)),
     s("_native_batch_norm_legit_no_training", lambda n: (t(n, 3), None, None, t(3), pos(3), 0.1, 1e-5)),
-    s("_batch_norm_with_update_functional", lambda n: (t(n, 3), None, None, t(3), pos(3), 0.1, 1e-5)),
-    s("_batch_norm_no_update", lambda n: (t(n, 3), None, None, t(3), pos(3), 0.1, 1e-5)),
     s("convolution", lambda n: (t(n, 2, 4), t(3, 2, 3), None, [1], [1], [1], False, [0], 1)),
     s("convolution", lambda n: (t(2, 2, n), t(3, 2, 3), t(3), [1], [1], [1], False, [0], 1)),
     s("avg_pool1d", lambda n: (t(n, 2, 4), [2])),

@@ -262,7 +262,7 @@ def test_a_rule_that_gives_no_value_proves_nothing(operator: str, rule: Any, why
     ("op", "rule", "message"),
     [
         ("aten::softmx", lambda call: call.fresh(), "_?softmax"),
-        ("aten::softmax", lambda call: call.fresh(), "already"),
+        ("aten::_softmax", lambda call: call.fresh(), "already"),
         (aten.add.Tensor, None, "cannot be called"),
         (aten.relu_, 3, "cannot be called"),
         (3, lambda call: call.fresh(), "cannot be identified"),

@@ -32,10 +32,11 @@ from graphpass.padding import (
     padding_of,
     repairs,
 )
+from graphpass.padding.table import rule_for
 from tests.fuzz.made import GARBAGE, MadeGraph, differs, filled
 from tests.unit.padding.bruteforce import TOLERANCE, sizes_tried
 from tests.unit.padding.programs_exchanged import EXCHANGED
-from tests.unit.padding.programs_made import CASES, OPERANDS, REWRITES, WRITES, Case
+from tests.unit.padding.programs_made import CASES, IN_PARTS, OPERANDS, REWRITES, WRITES, Case
 from tests.unit.padding.programs_moved import distances
 from tests.unit.padding.tracing import INPUTS, Traced, trace
 
@@ -81,7 +82,9 @@ def test_each_row_of_the_tables_has_a_case() -> None:
     elsewhere = {"_convolution", "zero_padding"}  # the same as another; test_zeros_are_there_that_are_asked_for
     assert repairs._OPERANDS.keys() - OPERANDS.keys() - elsewhere == of_cuda
     assert repairs._REWRITES.keys() - REWRITES.keys() == of_cuda - {"scaled_dot_product_attention"}
-    assert WRITES.keys() == indexing.WRITES
+    tables = (OPERANDS, repairs._OPERANDS), (REWRITES, repairs._REWRITES), (WRITES, dict.fromkeys(indexing.WRITES))
+    assert {name for cases, rows in tables for name in cases.keys() - rows.keys()} == IN_PARTS
+    assert not any(rule_for(f"aten::{name}") for name in IN_PARTS)
     assert (
         EXCHANGED.keys() == {op.name().removeprefix("aten::") for op in exchanging._EXCHANGES} | exchanging._DECOMPOSED
     )

@@ -48,7 +48,6 @@ UNSAMPLED = {
     "graphpass::neutral": "no operator but a repair; test_made covers it",
     "graphpass::real_size": "the same",
     "graphpass::real_index": "the same",
-    "graphpass::results": "the same",
     "graphpass::real_order": "the same",
     "higher_order::flex_attention": "its arguments are functions; test_operators_of_torch covers it",
 }
