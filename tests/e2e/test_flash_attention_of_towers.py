@@ -16,8 +16,9 @@ import torch.nn.functional as F
 
 from graphpass.compat import operators
 from graphpass.encoder import attention as att
+from graphpass.encoder.adapters import adapter_for
 from tests.e2e.hugging_face import CPU
-from tests.e2e.test_encoder_adapters import GRID_BUDGETS, assert_same, captured, poisoned
+from tests.e2e.test_encoder_adapters import GRID_BUDGETS, assert_same, captured, poisoned, run_eagerly
 from tests.e2e.towers import QWEN2_5_VL, QWEN3_VL, Tower
 
 GRIDS = pytest.mark.parametrize("stock", [QWEN2_5_VL, QWEN3_VL], ids=str)
@@ -85,4 +86,18 @@ def test_random_sets(stock: Tower) -> None:
         items = stock.items(tower, stock.random_sizes(random.Random(seed)), seed)
         assert_same(manager.execute(items), stock.stock(tower, items))
     assert manager.get_cumulative_stats().hits > 20
+    manager.clear()
+
+
+def test_the_block_is_compiled_once() -> None:
+    """In the first call the windows are as many as their pieces, whose numbers vary apart."""
+    tower = QWEN2_5_VL.build(CPU)
+    adapter = adapter_for(tower, **QWEN2_5_VL.options)
+    manager = captured(adapter, token_budgets=GRID_BUDGETS, compile=True, compiler="eager")
+    for sizes in ([(1, 2, 2)], [(1, 14, 14), (3, 16, 16)], [(1, 2, 4)] * 9):
+        items = QWEN2_5_VL.items(tower, sizes)
+        assert_same(manager.execute(items), QWEN2_5_VL.stock(tower, items))
+        assert_same(run_eagerly(adapter, items), QWEN2_5_VL.stock(tower, items))
+    assert manager.runtime.compiled() == 1
+    assert len(manager.runtime.callables()) == 1
     manager.clear()
