@@ -135,11 +135,8 @@ class GridTables:
         self._sequences = [name for name, table in self.kinds.items() if table.kind == _BOUNDS]
         if not self._sequences:
             raise _unfit("bounds of sequences from grids", f"the tables {sorted(self.kinds)}")
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of all buffers."""
-        return (*self.kinds, GRID_KEY, *itertools.chain(*map(piece_keys, self._sequences)))
+        #: names of all buffers
+        self.names = (*self.kinds, GRID_KEY, *itertools.chain(*map(piece_keys, self._sequences)))
 
     def arguments(self, tables: Mapping[str, torch.Tensor], num_patches: int) -> dict[str, Any]:
         """What the tower takes instead of computing it. All sequences are at most as long as the batch."""
