@@ -9,12 +9,11 @@ values that cannot pass for results, and ``compare`` reports views that are stil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
 
 from graphpass.capture.staging import WIDEST_ELEMENT_BYTES, extent, same_view, storage_id, storage_ids
@@ -186,29 +185,7 @@ def fill_with_sentinel(tensors: Iterable[torch.Tensor]) -> None:
                 tensor.fill_(True)
 
 
-class HandedViews:
-    """Under ``compare``, reports output views that callers still hold after a later replay overwrote their memory.
-
-    A view is valid until the next replay; read later, it silently shows another step's result. In a loop
-    ``y = step(x)``, ``y`` always lives until the next result is assigned, so a view is reported only when the second
-    replay after it begins.
-    """
-
-    def __init__(self) -> None:
-        self._latest: list[tuple[str, StorageWeakRef]] = []
-        self._earlier: list[tuple[str, StorageWeakRef]] = []
-
-    def hand_out(self, outputs: Sequence[Any], pool_storages: Collection[int], region: str) -> list[Any]:
-        """``outputs`` with those in pool memory over new storage objects, whose lifetime shows whether a view lives."""
-        groups = _groups_by_storage(outputs, pool_storages)
-        handed = _clone_groups(list(outputs), groups, copy=from_dlpack)  # on the same memory: nothing is copied
-        for index, (view, output) in enumerate(zip(handed, outputs, strict=True)):
-            if view is not output:
-                name = f"output {index} of {region}"
-                self._latest.append((name, StorageWeakRef(view.untyped_storage())))
-        return handed
-
-    def next_forward(self) -> Iterator[str]:
-        """Start another forward; yields the names of live views returned before the previous forward."""
-        yield from (name for name, storage in self._earlier if not storage.expired())
-        self._earlier, self._latest = self._latest, []
+def over_new_storages(outputs: Sequence[Any], pool_storages: Collection[int]) -> list[Any]:
+    """``outputs`` with those in pool memory over new storage objects, whose lifetime shows whether a view lives."""
+    groups = _groups_by_storage(outputs, pool_storages)
+    return _clone_groups(list(outputs), groups, copy=from_dlpack)  # on the same memory: nothing is copied

@@ -15,9 +15,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphpass.capture.cuda import CudaDevice
-from graphpass.capture.outputs import HandedViews, clone_pool_tensors, fill_with_sentinel
+from graphpass.capture.outputs import clone_pool_tensors, fill_with_sentinel, over_new_storages
 from graphpass.capture.staging import storage_id
 from graphpass.capture.tape import TapeDevice
 from graphpass.context import ForwardContext
@@ -129,7 +130,9 @@ class PoolLease:
         self._forward: object = None  # identity of the forward that began last: the weak reference to its context
         self._written: list[torch.Tensor] = []
         self._written_by: object = None
-        self._views: HandedViews | None = None  # with ``compare``
+        # With ``compare``, (name, storage) of the views that were returned since the last forward began, and before it.
+        self._handed: list[tuple[str, StorageWeakRef]] = []
+        self._handed_before: list[tuple[str, StorageWeakRef]] = []
         self._is_given = device is not None
         self._device = None if device is None else self._make_device(device)
 
@@ -225,9 +228,11 @@ class PoolLease:
         if self._forward is not self._written_by:
             self.make_stale(self._written)  # guard: stale_outputs
             self._written.clear()
-            for name in () if self._views is None else self._views.next_forward():
+            # In a loop `y = step(x)`, `y` lives until the next result is assigned: the second replay after it tells.
+            for name in [name for name, storage in self._handed_before if not storage.expired()]:
                 # guard: held_views_named
                 self._ledger.note(_STALE_VIEW, at=name, level=logging.WARNING, is_problem=True)
+            self._handed_before, self._handed = self._handed, []
             self._written_by = self._forward
         self.forward_storages |= pool_storages
         self._written.extend(pool_outputs)
@@ -242,9 +247,11 @@ class PoolLease:
 
     def tracking_views(self, outputs: Sequence[Any], pool_storages: Collection[int], who: str) -> list[Any]:
         """``outputs`` as views over new storages; a note names each view still alive too late. For ``compare``."""
-        if self._views is None:
-            self._views = HandedViews()
-        return self._views.hand_out(outputs, pool_storages, who)
+        views = over_new_storages(outputs, pool_storages)
+        for index, (view, output) in enumerate(zip(views, outputs, strict=True)):
+            if view is not output:
+                self._handed.append((f"output {index} of {who}", StorageWeakRef(view.untyped_storage())))
+        return views
 
     def without_stale(self, leaves: Sequence[Any], positions: Sequence[int] | None = None) -> list[Any]:
         """``leaves`` with clones at those ``positions``, all by default, that lie in outputs of an earlier forward.

@@ -54,22 +54,18 @@ def call_compiled(runnable: Callable[..., Any], *args: Any) -> Any:
     return context.capture.call("compiled", TrackedCompiledCall(runnable), args, {})
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
+_Targets = tuple[tuple[int, torch.Tensor], ...]
+"""(number among a result's tensors, the tensor that it is copied into)."""
+
+
+def _step(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], targets: _Targets) -> None:
     """One call of the tape: ``function(*args, **kwargs)``, then its fresh results copied into their fixed outputs."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    targets: tuple[tuple[int, torch.Tensor], ...]  #: (number among the result's tensors, the tensor it is copied into)
-
-    def run(self) -> None:
-        result = self.function(*self.args, **self.kwargs)
-        if self.targets:
-            results = trees.tensors(result)
-            for number, target in self.targets:
-                made = results[number]
-                target.copy_(made if made.shape == target.shape else distinct_elements(made, name="a result"))
+    result = function(*args, **kwargs)
+    if targets:
+        results = trees.tensors(result)
+        for number, target in targets:
+            made = results[number]
+            target.copy_(made if made.shape == target.shape else distinct_elements(made, name="a result"))
 
 
 class _Tape(operators.TorchDispatchMode):
@@ -82,7 +78,8 @@ class _Tape(operators.TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.steps: list[_Step] = []
+        self.steps: list[Callable[[], None]] = []
+        self.filled: list[torch.Tensor] = []  # by each replay
         self.made: set[int] = set()  # addresses of the storages that its ops allocated
         self._is_inside_opaque = False
         self._reads: list[_HostReads] = []
@@ -92,10 +89,10 @@ class _Tape(operators.TorchDispatchMode):
     def replay(self) -> None:
         with torch.inference_mode(self._inference), torch.no_grad():
             for step in self.steps:
-                step.run()
+                step()
 
     def reset(self) -> None:
-        self.steps = []
+        self.steps, self.filled = [], []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -130,8 +127,12 @@ class _Tape(operators.TorchDispatchMode):
             return result
         targets = _fresh_results(results, after)
         if targets or mutates:
-            self.steps.append(_Step(run, frozen_args, frozen_kwargs, targets))
+            self._add(run, frozen_args, frozen_kwargs, targets)
         return result
+
+    def _add(self, function: Callable[..., Any], args: Any, kwargs: Any, targets: _Targets) -> None:
+        self.steps.append(functools.partial(_step, function, args, kwargs, targets))
+        self.filled += [target for _, target in targets]
 
     def _through_implementation(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a higher-order operator, such as AOTAutograd's for an op that writes, as the ops of its code."""
@@ -154,7 +155,7 @@ class _Tape(operators.TorchDispatchMode):
         results, known = trees.tensors(result), set(map(storage_id, trees.tensors((args, kwargs))))
         targets = _fresh_results(results, known)
         self.made |= set(map(storage_id, results)) - known
-        self.steps.append(_Step(runnable, frozen_args, frozen_kwargs, targets))
+        self._add(runnable, frozen_args, frozen_kwargs, targets)
         return result
 
     @contextlib.contextmanager
@@ -257,8 +258,7 @@ class TapeDevice:
         finally:
             self._tape = None
         self._made = frozenset(tape.made)
-        targets = (target for step in tape.steps for _, target in step.targets)
-        self._num_bytes += sum({storage_id(target): target.untyped_storage().nbytes() for target in targets}.values())
+        self._num_bytes += sum({storage_id(made): made.untyped_storage().nbytes() for made in tape.filled}.values())
         return tape, outputs
 
     def timed(self, replay: Callable[[], object]) -> Callable[[], float | None]:
@@ -323,7 +323,7 @@ _alias_of = torch.Tensor.detach
 a parameter can die while a tape reads its memory."""
 
 
-def _fresh_results(results: Sequence[torch.Tensor], inputs: Collection[int]) -> tuple[tuple[int, torch.Tensor], ...]:
+def _fresh_results(results: Sequence[torch.Tensor], inputs: Collection[int]) -> _Targets:
     """(number, tensor) of each result whose storage is not among those of inputs."""
     fresh = []
     for number, result in enumerate(results):
