@@ -196,38 +196,15 @@ def _packed_of_layer(
     query_bounds: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     key_lengths: torch.Tensor | None = None,
-    **options: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Packed attention with the signature of transformers and tensors [1, heads, tokens, head_dim].
 
     The bounds of sequences that transformers passes on are ``key_starts``.
     """
-    if key.shape[1] != query.shape[1]:  # several heads of queries share one of keys and values
-        key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], dim=1) for part in (key, value))
-    query, key, value, scale = _in_one_row(module, (query, key, value), attention_mask, **options)
-    if query_bounds is None or cu_seq_lens_q is None or key_lengths is None:
-        raise OptionError(
-            f"{PACKED_ATTENTION} needs the bounds of packed sequences",
-            expected="query_bounds, cu_seq_lens_q and key_lengths, which transformers passes on from the block",
-            found=f"at least one missing from {type(module).__name__}",
-            remedy="use the tower through its adapter",
-        )
-    pieces = Pieces(query_bounds, cu_seq_lens_q, key_lengths)
-    is_flash = getattr(module.config, _IS_FLASH)
-    attended = packed_attention(query, key, value, pieces, scale=scale, is_flash=is_flash)
-    return attended.unsqueeze(0), None
-
-
-def _in_one_row(
-    module: Any,
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
-    """Query, key and value as [tokens, heads, head_dim], and the scale, for a layer whose arguments are supported."""
     refuse_unserved(
         module,
         {"attention_mask": attention_mask is not None, "dropout": bool(dropout), "is_causal": bool(is_causal)},
@@ -235,5 +212,19 @@ def _in_one_row(
         expected="unmasked attention between all tokens of an image, without dropout",
         remedy="call model.eval(); other attention needs a separate adapter",
     )
+    if query_bounds is None or cu_seq_lens_q is None or key_lengths is None:
+        raise OptionError(
+            f"{PACKED_ATTENTION} needs the bounds of packed sequences",
+            expected="query_bounds, cu_seq_lens_q and key_lengths, which transformers passes on from the block",
+            found=f"at least one missing from {type(module).__name__}",
+            remedy="use the tower through its adapter",
+        )
+    if key.shape[1] != query.shape[1]:  # several heads of queries share one of keys and values
+        key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], dim=1) for part in (key, value))
     what = f"attention of {type(module).__name__} takes the tokens of all images in one row"
-    return by_token(tensors, scaling, what=what, remedy="use the tower through its adapter")
+    query, key, value, scale = by_token(
+        (query, key, value), scaling, what=what, remedy="use the tower through its adapter"
+    )
+    pieces, is_flash = Pieces(query_bounds, cu_seq_lens_q, key_lengths), getattr(module.config, _IS_FLASH)
+    attended = packed_attention(query, key, value, pieces, scale=scale, is_flash=is_flash)
+    return attended.unsqueeze(0), None
