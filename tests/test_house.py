@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.walks import WALKS
-
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted([*(ROOT / "graphpass").rglob("*.py"), *(ROOT / "backends" / "cgpass").rglob("*.py")])
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
@@ -167,26 +165,6 @@ def too_long(source: Path) -> dict[str, int]:
     return found
 
 
-def lines_of_code(text: str) -> int:
-    """Lines that are no docstring, comment, blank line, import or ``__all__``."""
-    tree = ast.parse(text)
-    rest: set[int] = set()
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        has_docstring = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (
-            ast.get_docstring(node, clean=False) is not None
-        )
-        left_out = [body[0]] if has_docstring and body else []
-        if isinstance(node, ast.Import | ast.ImportFrom) or (
-            isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-        ):
-            left_out.append(node)
-        for one in left_out:
-            rest.update(range(one.lineno, (one.end_lineno or one.lineno) + 1))
-    lines = enumerate(text.splitlines(), start=1)
-    return sum(bool(line.strip()) and not line.strip().startswith("#") and at not in rest for at, line in lines)
-
-
 def names_made(tree: ast.Module) -> Iterator[str]:
     """Names that the module defines: functions, classes, variables, fields, attributes it assigns, slots."""
     for node in ast.walk(tree):
@@ -326,33 +304,6 @@ def test_no_two_classes_have_one_name() -> None:
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(name_of(source))
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
-
-
-def test_the_measures_of_the_house_are_printed() -> None:
-    """`python -m pytest -rP -k measures tests/test_house.py`."""
-    texts = [source.read_text(encoding="utf-8") for source in SOURCES]
-    tests = [source for source in TESTS if "bench" not in source.relative_to(ROOT / "tests").parts]
-    pages = [page for page in (ROOT / "docs").rglob("*.md") if not {"_build", "generated"} & {*page.parts}]
-    measures = {
-        "lines": sum(len(text.splitlines()) for text in texts),
-        "lines of code": sum(map(lines_of_code, texts)),
-        "files": len(SOURCES),
-        "classes": sum(isinstance(node, ast.ClassDef) for text in texts for node in ast.walk(ast.parse(text))),
-        "lines of tests": sum(len(source.read_text(encoding="utf-8").splitlines()) for source in tests),
-        "mutation patches": len(list((ROOT / "tests" / "mutations").glob("*.patch"))),
-        "lines of docs": sum(len(page.read_text(encoding="utf-8").splitlines()) for page in pages),
-    }
-    print("\n".join(f"{name}: {measure:,}" for name, measure in measures.items()))
-    assert all(measures.values())
-    assert lines_of_code('"""x"""\nimport ast\n\n__all__ = ["f"]\n# why\ndef f():\n    """y"""\n    return ast\n') == 2
-
-
-@pytest.mark.parametrize("name", WALKS)
-def test_the_files_that_a_walk_enters_are_printed(name: str) -> None:
-    """A walk follows one call: a compile, a replay, a batch; `python -m tests.bench.walks` lists its files in order."""
-    entered = WALKS[name]()
-    print(f"{name}: {len(entered)} files")
-    assert entered
 
 
 @pytest.mark.parametrize("question", QUESTIONS)

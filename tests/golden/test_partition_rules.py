@@ -179,26 +179,6 @@ return v3
     )
 
 
-def test_second_device() -> None:
-    with FakeTensorMode():
-        example = torch.empty(3, device="cuda:0")
-    assert_expected_inline(
-        traced_dump(lambda x: (x + 1, torch.zeros_like(x, device="cuda:1")), example),
-        """\
-inputs:
-  v0: f32[3] cuda:0
-r0 captured(v0):
-  v1: f32[3] cuda:0 = operator.add(v0, 1)
-  -> v1
-r1 eager(v0):
-  reason: second device: torch.zeros_like has a tensor on cuda:1, not cuda:0
-  v2: f32[3] cuda:1 = torch.zeros_like(v0, device='cuda:1')
-  -> v2
-return (v1, v2)
-""",
-    )
-
-
 def test_grad_mode_pair() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         y = x + 1

@@ -32,32 +32,6 @@ def test_there_is_none_outside() -> None:
         get_forward_context()
 
 
-def test_defaults() -> None:
-    with set_forward_context() as context:
-        assert get_forward_context() is context is current_context()
-        assert is_forward_context_available()
-        assert context.runtime_mode is NONE
-        for field in dataclasses.fields(context):
-            if field.name != "runtime_mode":
-                assert getattr(context, field.name) is None
-    assert not is_forward_context_available()
-
-
-def test_a_context_has_every_argument() -> None:
-    given = {name: object() for name in ("num_tokens_across_dp", "slot_mapping", "is_padding", "extra")}
-    metadata = object()
-    with set_forward_context(metadata, runtime_mode=FULL, batch_descriptor=KEY, num_tokens=5, **given) as context:
-        assert context.attn_metadata is metadata
-        assert (context.runtime_mode, context.batch_descriptor, context.num_tokens) == (FULL, KEY, 5)
-        for name, value in given.items():
-            assert getattr(context, name) is value
-
-
-def test_a_context_is_frozen() -> None:
-    with set_forward_context() as context, pytest.raises(AttributeError):
-        context.num_tokens = 3  # type: ignore[misc]
-
-
 def test_contexts_nest() -> None:
     with set_forward_context(runtime_mode=FULL, batch_descriptor=KEY) as outer:
         with set_forward_context() as inner:
@@ -156,35 +130,8 @@ DESCRIPTORS = st.builds(
 )
 
 
-class CountingValue:
-    """A hashable value that counts how often it was hashed."""
-
-    def __init__(self) -> None:
-        self.num_hashes = 0
-
-    def __hash__(self) -> int:
-        self.num_hashes += 1
-        return 7
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-
 def public_fields(descriptor: BatchDescriptor) -> tuple[object, ...]:
     return tuple(getattr(descriptor, f.name) for f in dataclasses.fields(descriptor) if f.init)
-
-
-def test_defaults_of_a_descriptor() -> None:
-    assert public_fields(BatchDescriptor(8)) == (8, None, False, False, 0, ())
-
-
-def test_hash_is_computed_once() -> None:
-    value = CountingValue()
-    descriptor = BatchDescriptor(8, extra=(("width", value),))
-    graphs = {descriptor: "graph"}
-    for _ in range(100):
-        assert graphs[descriptor] == "graph"
-    assert value.num_hashes == 1
 
 
 @given(DESCRIPTORS, DESCRIPTORS)
@@ -195,12 +142,6 @@ def test_equality_is_by_every_field(one: BatchDescriptor, other: BatchDescriptor
         assert hash(one) == hash(other)
     assert one != public_fields(one)
     assert one != one.num_tokens
-
-
-@pytest.mark.parametrize("field", ["num_tokens", "num_reqs", "extra", "unknown"])
-def test_frozen(field: str) -> None:
-    with pytest.raises((AttributeError, TypeError)):
-        setattr(BatchDescriptor(8), field, 1)
 
 
 @given(DESCRIPTORS)
@@ -221,12 +162,6 @@ def test_a_pickle_of_another_process_is_the_same_key() -> None:
     written = subprocess.run([sys.executable, "-c", program], env=seeded, capture_output=True, check=True).stdout
     descriptor = pickle.loads(written)
     assert {BatchDescriptor(8, extra=(("name", "text"),)): 1}[descriptor] == 1
-
-
-def test_replacing_a_field_makes_another_key() -> None:
-    descriptor = BatchDescriptor(8, num_reqs=2)
-    assert dataclasses.replace(descriptor, num_reqs=3) == BatchDescriptor(8, num_reqs=3)
-    assert hash(dataclasses.replace(descriptor, num_reqs=3)) == hash(BatchDescriptor(8, num_reqs=3))
 
 
 @pytest.mark.parametrize(
@@ -273,19 +208,6 @@ def test_what_a_mode_means(
     assert mode.requires_piecewise_compilation() is piecewise
     assert mode.without_piecewise() is without_piecewise
     assert {runtime for runtime in (NONE, PIECEWISE, FULL) if mode.has_mode(runtime)} == {decode, mixed}
-
-
-@pytest.mark.parametrize("mode", list(CUDAGraphMode))
-def test_name_text_truth_and_copies(mode: CUDAGraphMode) -> None:
-    assert str(mode) == f"{mode}" == mode.name
-    assert bool(mode) is (mode is not NONE)
-    for spelling in (mode.name, mode.name.lower(), mode.name.title(), mode):
-        assert CUDAGraphMode.parse(spelling) is mode
-    assert copy.deepcopy(mode) is mode
-    assert pickle.loads(pickle.dumps(mode)) is mode
-    for asked in (DECODE_ONLY, BOTH):
-        with pytest.raises(OptionError, match=asked.name):
-            mode.has_mode(asked)
 
 
 @pytest.mark.parametrize("unknown", ["", "FULLER", "full and piecewise", None, 2, (2, 0)])

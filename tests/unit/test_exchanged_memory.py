@@ -163,6 +163,7 @@ def test_what_exchanges_no_memory_still_replays() -> None:
     assert {counts.replayed for counts in gp.runtime_of(compiled).counts().values()} == {8}
 
 
+@pytest.mark.soak
 def test_inductor_compiles_what_is_left() -> None:
     assert_equal(*exchanging(decay, compiler="inductor"), [3] * 9)
 

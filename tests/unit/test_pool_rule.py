@@ -5,7 +5,6 @@ Graphs of one runtime overwrite each other's memory, so one forward of it runs a
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import threading
@@ -17,9 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-import graphpass as gp
-from graphpass import BatchDescriptor, CUDAGraphMode, GraphRuntime
-from graphpass.errors import CaptureError, PoolBusyError
+from graphpass import GraphRuntime
+from graphpass.errors import PoolBusyError
 from graphpass.regions import register_padding_rule
 from tests.unit.compiled import Compiled
 from tests.unit.models import linear
@@ -127,67 +125,6 @@ def test_threads_with_contexts_of_their_own(
     assert fast.captured == before
 
 
-def test_one_thread_captures_while_another_replays(rt: GraphRuntime) -> None:
-    fast, late = Captured(rt, sizes=(4,)), Captured(rt, 1, sizes=())
-    done = threading.Event()
-
-    def replay() -> int:
-        steps = 0
-        while not done.is_set() or steps < 10:
-            fast.agrees(BOTH[steps % 2])
-            steps += 1
-        return steps
-
-    with ThreadPoolExecutor(1) as threads:
-        replays = threads.submit(replay)
-        try:
-            with rt.capturing():
-                for mode, size in itertools.product(BOTH, (4, 2)):
-                    late.agrees(mode, size)
-        finally:
-            done.set()
-        assert replays.result(WAIT_S) >= 10
-    for mode, size in itertools.product(BOTH, (4, 2)):
-        late.agrees(mode, size)
-
-
-def test_tasks_with_contexts_of_their_own(rt: GraphRuntime) -> None:
-    fast = Captured(rt)
-
-    async def request(number: int) -> None:
-        x = torch.randn(4 if number % 3 else 2, 6)
-        mode, expected = CUDAGraphMode[BOTH[number % 2]], fast.reference(x)
-        with gp.set_forward_context(runtime_mode=mode, batch_descriptor=BatchDescriptor(x.shape[0])) as context:
-            for _ in range(3):
-                await asyncio.sleep(0)  # other tasks set their contexts meanwhile
-                assert gp.get_forward_context() is context
-                torch.testing.assert_close(fast(x), expected)
-        assert not gp.is_forward_context_available()
-
-    async def all_requests() -> None:
-        async with asyncio.TaskGroup() as tasks:
-            for number in range(12):
-                tasks.create_task(request(number))
-
-    asyncio.run(all_requests())
-    assert sum(c.replayed for (name, *_), c in rt.counts().items() if name == "g0.full") == 6 * 3 + 2
-
-
-@pytest.mark.parametrize("mode", BOTH)
-def test_threads_that_inherit_one_context(rt: GraphRuntime, mode: str) -> None:
-    """``asyncio.to_thread`` hands the caller's context on: two threads then take turns under one and the same."""
-    fast = Captured(rt)
-
-    async def both() -> None:
-        inputs = [torch.randn(4, 6) for _ in range(16)]
-        with gp.set_forward_context(runtime_mode=CUDAGraphMode[mode], batch_descriptor=BatchDescriptor(4)):
-            found = await asyncio.gather(*(asyncio.to_thread(fast, x) for x in inputs))
-        for x, result in zip(inputs, found, strict=True):
-            torch.testing.assert_close(result, fast.reference(x))
-
-    asyncio.run(both())
-
-
 # -- several models, several runtimes
 
 
@@ -213,15 +150,6 @@ def test_a_view_reshaped_in_place_is_the_callers_alone(rt: GraphRuntime, mode: s
         fast.agrees(mode)
 
 
-def test_one_models_result_is_the_others_input(rt: GraphRuntime) -> None:
-    both = pair(rt, outputs="view")
-    for modes in itertools.product(BOTH, BOTH):
-        hidden = expected = torch.randn(4, 6)
-        for fast, mode in zip(both * 2, modes * 2, strict=True):
-            hidden, expected = fast.forward(mode, hidden), fast.reference(expected)
-        torch.testing.assert_close(hidden, expected)
-
-
 @pytest.mark.parametrize("mode", BOTH)
 def test_one_model_in_two_runtimes(rt: GraphRuntime, in_between: list[Callable[[], Any]], mode: str) -> None:
     with GraphRuntime() as second:
@@ -240,24 +168,6 @@ def test_one_model_in_two_runtimes(rt: GraphRuntime, in_between: list[Callable[[
             expected = [result.result(WAIT_S) for result in results]
         torch.testing.assert_close(*expected)
         torch.testing.assert_close(expected[0], both[0].reference(x))
-
-
-def test_two_graphed_models_in_one_runtime(rt: GraphRuntime) -> None:
-    models = [Model().eval(), Model(1).eval()]
-    options = {"runtime": rt, "compiler": "eager"}
-    fast = [gp.graphed(model, [2, 4], {"x": 0}, **options) for model in models]
-    for graphed in fast:
-        graphed.capture(torch.randn(4, 6))
-
-    def work(thread: int) -> None:
-        for step in range(20):
-            x = torch.randn(2 + (thread + step) % 3, 6)
-            with torch.no_grad():
-                torch.testing.assert_close(fast[(thread + step) % 2](x), models[(thread + step) % 2](x))
-
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(work, range(4), timeout=WAIT_S))
-    assert rt.stats().captured == 4
 
 
 # -- a forward inside a forward, and one that fails
@@ -280,27 +190,6 @@ def test_a_model_inside_a_model_of_the_same_runtime_is_refused(
         for mode in BOTH:
             outer.agrees(mode)
             inner.agrees(mode)
-
-
-@pytest.mark.parametrize("inner_mode", ["NONE", *BOTH])
-def test_a_model_inside_a_model_of_another_runtime(
-    rt: GraphRuntime, in_between: list[Callable[[], Any]], inner_mode: str
-) -> None:
-    with GraphRuntime() as own:
-        outer, inner = Captured(rt), Captured(own, 1)
-        found: list[torch.Tensor] = []
-
-        def call_inner() -> None:
-            with nothing_between():
-                found.append(inner.forward(inner_mode, torch.full((4, 6), float(len(found)))))
-
-        for _ in range(3):
-            in_between[:] = [call_inner]
-            outer.agrees("PIECEWISE")
-            in_between.clear()
-        assert len(found) == 6
-        for number, result in enumerate(found):
-            torch.testing.assert_close(result, inner.reference(torch.full((4, 6), float(number))))
 
 
 def test_without_a_graph_a_model_of_the_same_runtime_may_run_inside(
@@ -342,23 +231,3 @@ def test_an_error_in_the_middle_of_a_forward_leaves_the_pool_free(
 def in_a_thread(call: Callable[..., Any], *args: Any) -> None:
     with ThreadPoolExecutor(1) as threads:
         threads.submit(call, *args).result(WAIT_S)
-
-
-@pytest.mark.parametrize("mode", BOTH)
-def test_an_error_in_the_middle_of_a_capture_leaves_the_pool_free(
-    rt: GraphRuntime, in_between: list[Callable[[], Any]], mode: str
-) -> None:
-    fast = Captured(rt)
-
-    def fail() -> None:
-        raise ValueError("in the middle of a capture")
-
-    in_between.append(fail)
-    with pytest.raises((ValueError, CaptureError), match="in the middle"):
-        fast.forward(mode, torch.randn(3, 6), capture=True)
-    in_between.clear()
-    for size in (4, 2):
-        fast.agrees(mode, size)
-    in_a_thread(fast.agrees, mode)
-    fast.agrees(mode, 3, capture=True)
-    fast.agrees(mode, 3)

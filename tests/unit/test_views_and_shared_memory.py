@@ -76,21 +76,6 @@ def test_inputs_that_share_memory_at_other_strides_have_a_graph_of_their_own(
     agree_in_turn(model, compiled(model, rt), mode, calls)
 
 
-@MODES
-def test_rows_of_a_strided_matrix_overlap(mode: str, rt: gp.GraphRuntime) -> None:
-    """torch takes these for apart, so that AOTAutograd loses one of the writes."""
-
-    def model(y: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        below = y[1:]
-        result = y + b.mean()
-        below.clamp_(-1, 1)
-        y.mul_(0.7)
-        return result
-
-    fast = compiled(model, rt, "aot_eager", dynamic=False, splitting_ops=["aten::mean"])
-    agree_in_turn(model, fast, mode, [lambda: (torch.randn(8, 4)[::2], torch.randn(3))] * 2)
-
-
 @pytest.mark.parametrize(
     ("views", "overlap"),
     [
@@ -178,16 +163,6 @@ def test_what_an_eager_region_flattens_may_be_written_between(rt: gp.GraphRuntim
     agree_in_turn(model, fast, "PIECEWISE", [lambda: (torch.randn(4), torch.randn(3, 2))] * 3)
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_sizes_compiled_apart_take_views_at_any_offset(compiler: str, rt: gp.GraphRuntime) -> None:
-    def model(x: torch.Tensor) -> torch.Tensor:
-        return x * 2 + 1
-
-    fast = compiled(model, rt, compiler, compile_sizes=[4], dynamic_dims={"x": 0})
-    calls = [lambda: (torch.randn(64)[8:12],), lambda: (torch.randn(64)[20:24],), lambda: (torch.randn(9),)]
-    agree_in_turn(model, fast, "NONE", calls)
-
-
 def test_an_argument_that_moves_through_a_static_buffer_is_refused_in_the_end(rt: gp.GraphRuntime) -> None:
     model: Any = module(lambda self, x, v: x + v + self.cache[:4], cache=torch.randn(64))
     fast = compiled(model, rt)
@@ -223,13 +198,3 @@ def test_sizes_whose_padding_matters_only_for_later_data_are_not_padded(name: st
     for x in (first, torch.full((6, 3), 10.0)):
         for c in (other, ~other if other.dtype is torch.bool else -other):
             torch.testing.assert_close(fast(x, c), model(x, c))
-
-
-def test_indices_among_the_data_may_be_negative() -> None:
-    def model(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        return table[ids] * 1
-
-    fast = gp.graphed(model, [4, 8, 16], {"ids": 0}, compiler="eager")
-    table = torch.randn(6, 2)
-    for ids in (torch.arange(6), torch.tensor([-1, 0, -2, 1, 2, 3])):
-        torch.testing.assert_close(fast(ids, table), model(ids, table))

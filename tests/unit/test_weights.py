@@ -194,28 +194,6 @@ def test_compiled_regions_see_it_too(way: str, change: str, compiler: str, rt: G
     agrees(fast, model)
 
 
-@WAYS
-@pytest.mark.parametrize("change", ["load", "write", "write_buffer"])
-def test_what_is_written_in_place_needs_no_capture(way: str, change: str, rt: GraphRuntime) -> None:
-    model = of_regions()
-    fast = graphs_of(model, way, rt)
-    before = captured_and_live(rt)
-    CHANGES[change](model)
-    agrees(fast, model)
-    assert captured_and_live(rt) == before
-
-
-@WAYS
-def test_a_round_trip_through_another_dtype(way: str, rt: GraphRuntime) -> None:
-    model = of_regions()
-    fast = graphs_of(model, way, rt)
-    model.to(torch.float64).to(torch.float32)
-    agrees(fast, model)
-    if way != "graphed":  # whose buffers have the dtype of the first call
-        agrees(fast, model.to(torch.float64))
-        agrees(fast, model.to(torch.float32))
-
-
 def doubled(layer: nn.Module) -> None:
     twice = module(lambda self, weight: weight * 2)
     parametrize.register_parametrization(layer, "weight", twice)
@@ -355,17 +333,3 @@ def test_graphs_go_with_the_model(way: str, rt: GraphRuntime) -> None:
     assert rt.buffer_bytes() == 0
     other = of_regions()
     agrees(graphs_of(other, way, rt), other)
-
-
-@pytest.mark.parametrize("way", ["FULL", "PIECEWISE"])
-def test_one_model_of_two_dies(way: str, rt: GraphRuntime) -> None:
-    models = [of_regions(), of_regions()]
-    models[1].scale.mul_(2)
-    calls = [graphs_of(model, way, rt) for model in models]
-    for number in (0, 1):
-        agrees(calls[number], models[number])
-    assert captured_and_live(rt)[1] == 2
-    del calls[0], models[0]
-    gc.collect()
-    assert captured_and_live(rt)[1] == 1
-    agrees(calls[0], models[0])

@@ -78,20 +78,6 @@ def test_inputs_that_share_storage_share_one_buffer(rig: Any) -> None:
     assert rig.runtime.buffer_bytes() == 256  # one buffer of ten floats, rounded up, not three
 
 
-def test_views_of_two_dtypes_share_one_buffer(rig: Any) -> None:
-    def region(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        return codes.float().sum() * scales
-
-    def views(fill: int) -> tuple[torch.Tensor, torch.Tensor]:
-        arena = torch.full((32,), fill, dtype=torch.uint8)
-        arena[8:16].view(torch.float32).fill_(fill / 2)
-        return arena[1:16], arena[8:16].view(torch.float32)
-
-    wrapper = rig.captured(rig.wrap(region), *views(3))
-    assert torch.equal(rig.call(wrapper, *views(5)), region(*views(5)))
-    assert rig.counts(wrapper).captured == 1
-
-
 def test_another_alias_pattern_is_another_graph(rig: Any) -> None:
     def region(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         x.add_(1)
@@ -134,14 +120,6 @@ def test_a_static_input_is_read_in_place(rig: Any, kind: str) -> None:
     assert rig.counts(wrapper) == Counts(1, 1, 2, 2, 1)  # x alone is copied
 
 
-def test_a_static_keyword_is_read_in_place(rig: Any) -> None:
-    weight, roles = static_weight("keyword")
-    wrapper = rig.captured(rig.wrap(lambda x, *, weight: x * weight[0], **roles), X, weight=[weight])
-    weight.fill_(5)
-    assert torch.equal(rig.call(wrapper, X, weight=[weight]), X * 5)
-    assert rig.counts(wrapper).copied == 2
-
-
 def test_each_set_of_static_inputs_has_its_graph(rig: Any) -> None:
     wrapper = rig.wrap(lambda x, weight: x * weight, static_inputs=[1], input_names=("x", "weight"), lazy=True)
     weights = [torch.full((8,), float(n)) for n in range(4)]
@@ -165,18 +143,6 @@ def test_module_instances_are_not_moved_inputs(rig: Any) -> None:
             with rig.runtime.capturing():
                 assert torch.equal(rig.call(wrapper, X, weight), X * weight)
     assert rig.counts(wrapper) == Counts(warmed=7, captured=7, replayed=21, copied=21, static_sets=7)
-
-
-def test_a_weight_that_keeps_moving_is_staged_for_its_instance_alone(rig: Any) -> None:
-    moving, steady = (torch.nn.Parameter(torch.ones(8), requires_grad=False) for _ in range(2))
-    wrapper = rig.captured(rig.wrap(lambda x, weight: x * weight, input_names=("x", "weight"), lazy=True), X, steady)
-    for n in range(12):
-        moving.data = torch.full((8,), float(n))
-        assert torch.equal(rig.call(wrapper, X, moving), X * n)
-        assert torch.equal(rig.call(wrapper, X, steady), X)
-    # One graph for the steady instance; four sets and one graph that copies the weight for the other.
-    assert rig.counts(wrapper).captured == 6
-    assert "8 tokens (weight): static inputs keep moving, and are copied from now on" in rig.notes()
 
 
 def test_what_keeps_moving_is_staged(rig: Any) -> None:

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-import graphpass as gp
 from graphpass import CUDAGraphWrapper
 from graphpass.capture import CapturePolicy
 from graphpass.capture.compare import first_difference
-from graphpass.errors import MismatchError, OptionError
+from graphpass.errors import MismatchError
 
 X = torch.arange(8.0).reshape(4, 2)
 ROW = torch.arange(8.0)
@@ -178,41 +177,3 @@ def test_a_view_alive_after_two_replays_is_reported(rig: Any, caplog: pytest.Log
     (problem,) = rig.runtime.report().problems
     assert problem.places == ("output 1 of region",)
     assert not torch.equal(kept, (ROW * 2).long()[2:])
-
-
-def test_views_in_a_loop_are_fine(rig: Any, caplog: pytest.LogCaptureFixture) -> None:
-    wrapper = views(rig)
-    with caplog.at_level(logging.WARNING, "graphpass"):
-        y = ROW
-        for _ in range(5):
-            y, n = rig.call(wrapper, y)
-    assert torch.equal(y, ROW + 5)
-    assert torch.equal(n, (ROW + 4).long() * 2)
-    assert not said(caplog)
-
-
-def test_clones_are_not_watched(rig: Any, caplog: pytest.LogCaptureFixture) -> None:
-    wrapper = rig.captured(rig.wrap(lambda x: x + 1, compare=True), ROW)
-    kept = [rig.call(wrapper, ROW + i) for i in range(4)]
-    assert not said(caplog)
-    assert all(torch.equal(y, ROW + i + 1) for i, y in enumerate(kept))
-
-
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_the_auto_dispatcher_compares(mode: str) -> None:
-    """With the buffers, keys and padding of a graph."""
-    fast = torch.compile(
-        lambda x: x * 2, backend="cgpass", options={"compiler": "eager", "mode": mode, "compare": True}, dynamic=True
-    )
-    with torch.no_grad():
-        for size in (5, 6, 7, 5, 6, 7):
-            x = torch.randn(size, 3)
-            torch.testing.assert_close(fast(x), x * 2)
-    report = gp.runtime_of(fast).report()
-    assert report.problems == ()
-    assert any(key.padding for key in report.figures.keys)
-
-
-def test_options_are_checked() -> None:
-    with pytest.raises(OptionError, match=r"option compare has no such value.*False or True"):
-        gp.capture.CapturePolicy(compare=2)  # type: ignore[arg-type]

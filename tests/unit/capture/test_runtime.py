@@ -14,11 +14,9 @@ import pytest
 import torch
 
 from graphpass import CUDAGraphWrapper, GraphRuntime
-from graphpass.capture import CallableRecord, Counts, RegionRecord, SizeRecord
-from graphpass.context import set_forward_context
-from graphpass.errors import CaptureError, DeviceError, OptionError, PoolBusyError
+from graphpass.capture import CallableRecord, Counts, SizeRecord
+from graphpass.errors import CaptureError, DeviceError, PoolBusyError
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
-from graphpass.ledger import PaddingFinding, Reason
 
 X = torch.arange(8.0)
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
@@ -98,16 +96,6 @@ def test_a_forward_inside_a_forward_is_refused(rig: Any) -> None:
         apart = CUDAGraphWrapper(plus_one, "FULL", runtime=own, name="apart")
         alone = rig.wrap(lambda x: rig.call(apart, x, at_mode="NONE") * 2, name="alone")
         assert torch.equal(rig.capture(alone, X), (X + 1) * 2)
-
-
-def test_one_context_takes_the_pool_as_often_as_it_likes(rig: Any) -> None:
-    inner, outer = rig.wrap(plus_one, name="inner"), rig.wrap(lambda x: x * 2, name="outer")
-    key = BatchDescriptor(8)
-    with rig.runtime.capturing(), set_forward_context(runtime_mode=FULL, batch_descriptor=key) as context:
-        rig.runtime.lease.acquire(context, [X], "whole")
-        assert torch.equal(outer(inner(X)), (X + 1) * 2)
-        rig.runtime.lease.release()
-    assert torch.equal(rig.call(outer, X), X * 2)
 
 
 def test_ten_thousand_mixed_dispatches(rig: Any) -> None:
@@ -215,22 +203,6 @@ def test_close_and_capture_again(rig: Any) -> None:
     assert rig.counts(wrapper) == Counts(warmed=2, captured=2, replayed=3, copied=3, static_sets=1)
 
 
-def test_a_runtime_is_a_context_manager() -> None:
-    with GraphRuntime() as runtime:
-        wrapper = CUDAGraphWrapper(plus_one, "FULL", runtime=runtime, name="region")
-        with runtime.capturing(), set_forward_context(runtime_mode=FULL, batch_descriptor=BatchDescriptor(8)):
-            wrapper(X)
-        assert wrapper.captured() == [BatchDescriptor(8)]
-    assert wrapper.captured() == []
-
-
-def test_close_before_any_capture_and_twice() -> None:
-    runtime = GraphRuntime()
-    runtime.close()
-    runtime.close()
-    assert runtime.stats().captured == 0
-
-
 class Memory(bytearray):
     """Memory whose end can be watched; a tensor over it keeps it."""
 
@@ -272,18 +244,6 @@ def test_the_counts_of_a_dead_wrapper_go(rig: Any) -> None:
     assert rig.counts(kept).captured == 1
 
 
-def test_a_parameter_that_outlives_its_wrapper(rig: Any) -> None:
-    weight = torch.nn.Parameter(torch.ones(8))
-    wrapper = rig.wrap(lambda x, w: x * w)
-    with torch.no_grad():
-        rig.capture(wrapper, X, weight)
-    del wrapper
-    gc.collect()
-    del weight
-    gc.collect()
-    assert rig.runtime.counts() == {}
-
-
 def test_a_parameter_that_dies_after_close(rig: Any) -> None:
     weight = torch.nn.Parameter(torch.ones(8))
     wrapper = rig.wrap(lambda x, w: x * w)
@@ -301,12 +261,6 @@ def test_a_parameter_that_dies_after_close(rig: Any) -> None:
 # -- one device --------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_call_chooses_the_device(rig: Any) -> None:
-    with pytest.raises(DeviceError, match=r"cannot be captured on this device.*meta"):
-        rig.capture(rig.wrap(plus_one), torch.ones(3, device="meta"))
-    assert torch.equal(rig.capture(rig.wrap(plus_one), X), X + 1)
-
-
 def test_a_runtime_can_name_its_device() -> None:
     with GraphRuntime(device="cpu") as runtime:
         assert runtime.lease.device_for([]).device == torch.device("cpu")
@@ -317,83 +271,6 @@ def test_a_runtime_can_name_its_device() -> None:
 # -- what it tells -----------------------------------------------------------------------------------------------------
 
 
-def test_counts_by_region_mode_and_key(rig: Any) -> None:
-    whole, region = rig.wrap(plus_one, "FULL", name="g0.full"), rig.wrap(plus_one, "PIECEWISE", name="g0.r3")
-    rig.capture(whole, X)
-    rig.capture(region, X[:4] * 1, at_mode="PIECEWISE", at_key=4)
-    rig.call(region, X[:4] * 1, at_mode="PIECEWISE", at_key=4)
-    assert rig.runtime.counts() == {
-        ("g0.full", FULL, BatchDescriptor(8)): Counts(1, 1, 1, 1, 1),
-        ("g0.r3", PIECEWISE, BatchDescriptor(4)): Counts(1, 1, 2, 2, 1),
-    }
-
-
-def test_stats_are_totals(rig: Any) -> None:
-    runtime = rig.runtime
-    assert runtime.next_callable_name() == "g0"
-    regions = (RegionRecord("r0", "captured", 3), RegionRecord("r1", "eager", 1, (Reason("splitting op"),)))
-    runtime.register(CallableRecord("g0", regions, 2))
-    assert runtime.next_callable_name() == "g1"
-    wrapper = rig.captured(rig.wrap(lambda x, y: x + y, name="g0.full"), X, X * 2)
-    rig.call(wrapper, X, X * 2)
-    stats = runtime.stats()
-    assert (stats.callables, stats.artifacts, stats.captured, stats.replayed, stats.copied) == (1, 2, 1, 2, 4)
-    assert (stats.pool_bytes, stats.buffer_bytes) == (0, 512)
-    assert runtime.compiled() == 2
-    assert [record.name for record in runtime.callables()] == ["g0"]
-
-
-def test_the_report_has_regions_keys_notes_and_sizes(rig: Any) -> None:
-    runtime = rig.runtime
-    runtime.register(
-        CallableRecord(
-            "g0",
-            (RegionRecord("r0", "captured", 3), RegionRecord("r1", "eager", 1, (Reason("host read"),))),
-            1,
-            ends=Reason("print", "leave the print out", "model.py:3: print(x)"),
-        )
-    )
-    wrapper = rig.wrap(plus_one, name="g0.full")
-    rig.capture(wrapper, X)
-    runtime.note("an event")
-    runtime.note("an event")
-    runtime.warn("a reason", "a remedy", at="g0.r1")
-    runtime.warn("a reason", "a remedy", at="g0.r3")
-    runtime.ledger.sizes["num_tokens"][24] += 1
-    assert runtime.stats().histograms == {"num_tokens": {24: 1}}
-    text = str(runtime.report())
-    for expected in ("g0.r1", "host read", "g0.end", "graph break: print", "model.py:3", "num_tokens=8", "a reason"):
-        assert expected in text
-    assert "capture_sizes=[24]" in text
-    assert "an event" not in text, "it makes nothing slow"
-    assert rig.notes() == "2 an event\n2 g0.r1: a reason; a remedy"
-    (reason,) = [problem for problem in runtime.report().problems if problem.kind == "note"]
-    assert (reason.what, reason.places, reason.times) == ("a reason", ("g0.r1", "g0.r3"), 2)
-
-
-def test_the_report_says_what_may_be_padded(rig: Any) -> None:
-    cause = PaddingFinding(
-        "mean over it", "", "model.py:3: x.mean(1)", field="seq", op="aten.mean.dim", target="output 0"
-    )
-    sizes = (
-        SizeRecord("batch", "s0", 4, 2, None, is_padded=True, verdict="proved"),
-        SizeRecord("seq", "s1", 6, 2, 64, is_padded=False, verdict="unproved", causes=(cause,), remedy="mask it"),
-    )
-    rig.runtime.register(CallableRecord("g0", (), 1))
-    rig.runtime.register(CallableRecord("g1", (), 1, sizes=sizes, assumptions=("padding is finite",)))
-    report = rig.runtime.report()
-    assert report["Sizes"].rows == (
-        ("g1", "batch", "s0", "4", "2 to any", "proved", "yes"),
-        ("g1", "seq", "s1", "6", "2 to 64", "unproved", "no, captured exactly"),
-    )
-    through = "aten.mean.dim (mean over it) at model.py:3: x.mean(1)"
-    assert report["Where padding is not proved"].rows == (("g1", "seq", through, "output 0"),)
-    assert report["The proof assumes"].rows == (("g1", "padding is finite"),)
-    (problem,) = report.problems
-    assert (problem.kind, problem.places, problem.where) == ("not padded", ("g1",), "model.py:3: x.mean(1)")
-    assert (problem.times, problem.remedy) == (None, "mask it")
-
-
 def test_a_note_is_logged_once(rig: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="graphpass")
     for _ in range(3):
@@ -401,34 +278,11 @@ def test_a_note_is_logged_once(rig: Any, caplog: pytest.LogCaptureFixture) -> No
     assert [record.getMessage() for record in caplog.records] == ["set 2 captured"]
 
 
-@pytest.mark.parametrize(
-    ("seen", "limit", "suggested"),
-    [
-        ({}, 16, {}),
-        ({7: 3}, 16, {"batch": [7]}),
-        ({1: 10, 2: 9, 4: 8, 100: 1}, 2, {"batch": [4, 100]}),
-        ({1: 10, 2: 9, 100: 5}, 3, {"batch": [1, 2, 100]}),
-        ({1: 10, 2: 9, 100: 5}, 1, {"batch": [100]}),
-    ],
-)
-def test_suggested_sizes(rig: Any, seen: dict[int, int], limit: int, suggested: dict[str, list[int]]) -> None:
-    rig.runtime.ledger.sizes["batch"].update(seen)
-    assert rig.runtime.suggested_sizes(limit) == suggested
-
-
 def test_no_sizes_are_suggested_where_nothing_is_padded(rig: Any) -> None:
     rig.runtime.register(CallableRecord("g0", (), 1, sizes=(SizeRecord("seq", "s0", 4, 2, None, is_padded=False),)))
     rig.runtime.ledger.sizes["seq"].update([3, 3, 8])
     assert rig.runtime.stats().histograms == {"seq": {3: 2, 8: 1}}
     assert rig.runtime.suggested_sizes() == {}
-
-
-def test_finding_the_runtime_of_something_else() -> None:
-    from graphpass.capture.runtime import runtime_of
-
-    for other in (plus_one, torch.nn.ReLU(), 3):
-        with pytest.raises(OptionError, match="no graphpass runtime"):
-            runtime_of(other)
 
 
 @pytest.mark.parametrize(("release", "problems"), [("2.15.3", 0), ("2.16.0+cu130", 1), ("3.0.0a0", 1)])

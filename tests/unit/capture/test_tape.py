@@ -70,20 +70,6 @@ def test_a_python_op_is_recorded_through_its_implementation(rig: Any, python_ops
     assert torch.equal(wrapper(X), (X + 1) * 100 - 1)
 
 
-def test_a_python_op_that_mutates(rig: Any, python_ops: Any) -> None:
-    def region(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        torch.ops.graphpass_tape_test.scale_into(x, y)
-        return y + 1
-
-    wrapper = rig.wrap(region, mutated_inputs=[1])
-    y = torch.zeros(8)
-    rig.capture(wrapper, X, y)
-    Scale.value = 100.0
-    assert torch.equal(rig.call(wrapper, X * 3, y), X * 6 + 1)
-    assert torch.equal(y, X * 6)
-    assert Scale.calls == 2
-
-
 @pytest.mark.parametrize(
     ("read", "name"),
     [
@@ -190,26 +176,6 @@ def test_an_opaque_callable_is_one_step(rig: Any) -> None:
     assert whole.unwrap().calls == 2
 
 
-@pytest.mark.parametrize("outputs", ["clone", "view"])
-def test_an_opaque_callable_keeps_aliases(rig: Any, outputs: str) -> None:
-    def function(x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        state.add_(x)
-        y = x * 2
-        return y, y[1:], state, state[2:], y.expand(3, 8)
-
-    wrapper = rig.wrap(function, outputs=outputs, mutated_inputs=[1])
-    wrapper.unwrap().opaque = True
-    state, eager_state = torch.zeros(8), torch.zeros(8)
-    for step in range(3):
-        got = (rig.capture if step == 0 else rig.call)(wrapper, X + step, state)
-        for ours, theirs in zip(got, function(X + step, eager_state), strict=True):
-            assert torch.equal(ours, theirs)
-        assert got[2] is state
-        assert got[3].data_ptr() == state[2:].data_ptr()
-        assert got[0].untyped_storage().data_ptr() == got[1].untyped_storage().data_ptr()
-    assert rig.counts(wrapper) == Counts(1, 1, 3, 6, 1)
-
-
 @pytest.mark.parametrize("form", ["function", "module"])
 def test_a_compiled_callable_is_refused(rig: Any, form: str) -> None:
     target = (lambda x: x + 1) if form == "function" else torch.nn.ReLU()
@@ -285,26 +251,6 @@ def test_recorded_ops_do_what_they_do_eagerly(rig: Any, region: Any, mode: Any) 
     assert rig.counts(wrapper) == Counts(1, 1, 4, 4, 1)
 
 
-def test_a_functional_result_is_copied_to_its_fixed_address(rig: Any) -> None:
-    wrapper = rig.wrap(lambda x: (x + 1).mul(2), outputs="view")
-    addresses = {(rig.capture if step == 0 else rig.call)(wrapper, X + step).data_ptr() for step in range(4)}
-    assert len(addresses) == 1
-
-
-def test_python_values_are_frozen(rig: Any) -> None:
-    box = {"scale": 2.0}
-    wrapper = rig.captured(rig.wrap(lambda x: x * box["scale"]), X)
-    box["scale"] = 9.0
-    assert torch.equal(rig.call(wrapper, X), X * 2)
-
-
-def test_closure_state_is_read_at_its_address(rig: Any) -> None:
-    table = torch.ones(8)
-    wrapper = rig.captured(rig.wrap(lambda x: x * table), X)
-    table.fill_(4)
-    assert torch.equal(rig.call(wrapper, X), X * 4)
-
-
 @pytest.mark.parametrize(
     "region", [lambda x: torch.tensor(0.5), lambda x: torch.tensor([0.5]).add_(x.sum())], ids=["as it is", "written"]
 )
@@ -322,30 +268,6 @@ def test_a_result_that_no_op_made_is_refused(rig: Any, result: Any) -> None:
     wrapper = rig.wrap(lambda x: (x + 1, result()))
     with pytest.raises(CaptureError, match="a result of the region cannot be captured"):
         rig.capture(wrapper, X)
-
-
-def test_a_numpy_array_of_the_closure_is_read_and_written_at_its_address(rig: Any) -> None:
-    array = np.zeros(8, dtype=np.float32)
-    wrapper = rig.captured(rig.wrap(lambda x: torch.from_numpy(array).add_(x) * 1), X)
-    array[:] = 4
-    assert torch.equal(rig.call(wrapper, X), X + 4)
-    assert np.array_equal(array, X.numpy() + 4)
-
-
-def test_a_result_whose_memory_an_op_enlarged(rig: Any) -> None:
-    wrapper = rig.wrap(lambda x: torch.add(x, 1, out=torch.empty(0)))
-    for step in range(3):
-        assert torch.equal((rig.capture if step == 0 else rig.call)(wrapper, X + step), X + step + 1)
-
-
-def test_a_module_as_the_region(rig: Any) -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.LayerNorm(16)).eval()
-    wrapper = rig.wrap(module)
-    with torch.inference_mode():
-        rig.capture(wrapper, torch.randn(4, 8))
-        x = torch.randn(4, 8)
-        torch.testing.assert_close(rig.call(wrapper, x), module(x), rtol=0, atol=0)
-    assert rig.counts(wrapper) == Counts(1, 1, 2, 2, 1)
 
 
 def ran_in_python(x: torch.Tensor) -> None:
@@ -393,7 +315,7 @@ def compiled_by(function: Callable[..., Any], compiler: str) -> Callable[..., An
     return compiled
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_a_compiled_callable_is_captured_by_its_graph(compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = compiled_by(double, compiler)
     seen: list[torch.Tensor] = []

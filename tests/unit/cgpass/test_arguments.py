@@ -13,40 +13,9 @@ from torch import nn
 
 from graphpass import BatchDescriptor
 from graphpass.errors import CaptureError
-from tests.unit.cgpass.attended import ALL_REGIONS, COMPILERS, MODES, Attended, Make
+from tests.unit.cgpass.attended import ALL_REGIONS, COMPILERS, MODES, Make
 from tests.unit.compiled import BOTH, agrees
 from tests.unit.models import module
-
-
-def row_slice(rows: int) -> torch.Tensor:
-    start = int(torch.randint(1, 9, ()))
-    return torch.randn(rows + 9, 6)[start : start + rows]
-
-
-VIEWS: dict[str, Callable[[int], torch.Tensor]] = {
-    "slice_of_columns": lambda rows: torch.randn(rows, 12)[:, ::2],
-    "transposed": lambda rows: torch.randn(6, rows).t(),
-    "row_slice": row_slice,
-    # At an address that no vector load may assume aligned.
-    "flat_slice": lambda rows: torch.randn(rows * 6 + 1)[1:].view(rows, 6),
-    "expanded": lambda rows: torch.randn(6).expand(rows, 6),
-}
-
-
-@pytest.mark.parametrize(
-    ("view", "dynamic"), [*((view, True) for view in VIEWS), ("transposed", False), ("row_slice", False)]
-)
-def test_inputs_that_are_views_at_two_sizes(keyed: Make, view: str, dynamic: bool) -> None:
-    model = Attended().eval()
-    fast = keyed(model, make=lambda size: (VIEWS[view](size),), dynamic=dynamic)
-    fast.capture(sizes=(8, 4))
-    assert fast.captured == 2 * ALL_REGIONS
-    for mode, size in itertools.product(BOTH, (4, 8, 4, 8)):
-        x = VIEWS[view](size)
-        before = x.clone()
-        agrees(fast.at(mode, size, x), model(x).detach())
-        assert torch.equal(x, before)
-    assert fast.captured == 2 * ALL_REGIONS, "wherever the view lies, its strides are the same"
 
 
 @pytest.mark.parametrize(

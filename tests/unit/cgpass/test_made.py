@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,31 +116,6 @@ def test_nothing_is_made_without_a_compiler(compiled: Make) -> None:
     fast.serve(of_calls(SIZES), passes=2)
     assert verdicts(fast, "rows", "length") == ["unproved", "unproved"]
     assert not fast.padded_sizes["length"]
-
-
-def test_the_report_says_of_each_size_how_it_is_padded(compiled: Make) -> None:
-    """As it is, by what is made, with operator, line and bytes, or not at all, and what to do then."""
-
-    def model(x: torch.Tensor) -> torch.Tensor:
-        return x.mean(1).median(1).values
-
-    fast = made(compiled, model)
-    fast.serve(of_calls(SIZES))
-    report = fast.rt.report()
-    assert {row[1]: row[5:] for row in report["Sizes"].rows} == {
-        "rows": ("proved", "yes"),
-        "length": ("made", "yes"),
-        "x[2]": ("unproved", "no, captured exactly"),
-    }
-    line = f"test_made.py:{model.__code__.co_firstlineno + 1}: return x.mean(1).median(1).values"
-    of_input = 4 * 6 * math.prod(SIZES[0])
-    assert report["What is made of padding"].rows == (
-        ("g0", "length", f"aten.mean.dim (0 in the padding of dimension 1, {of_input} bytes) at {line}", "1"),
-        ("g0", "length", f"aten.mean.dim (the real number of entries, 4 bytes) at {line}", "1"),
-    )
-    exact = fast.problem("x[2] is not padded")
-    assert (exact.where, exact.remedy.split(":")[0]) == (line, "no padding suits this operation")
-    assert "aten.median.dim" in exact.what
 
 
 # -- options -----------------------------------------------------------------------------------------------------------

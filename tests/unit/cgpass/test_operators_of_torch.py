@@ -104,11 +104,6 @@ def test_a_ragged_recommender_replays_after_its_remedy(compiled: Make) -> None:
     assert fast.problems == ()
 
 
-def distances(x: torch.Tensor) -> torch.Tensor:
-    """Between the points of each row: row by row, and without a padding rule."""
-    return torch.cdist(x, x) * 2
-
-
 def test_what_cannot_be_registered_is_of_torch() -> None:
     """The remedy names register_padding_rule for operators that it takes."""
     for name in ("higher_order::flex_attention", "higher_order::scan"):
@@ -119,8 +114,6 @@ def test_what_cannot_be_registered_is_of_torch() -> None:
 
 
 ATTENDING: dict[str, Callable[..., torch.Tensor]] = {
-    "all": lambda q, k, v: flex_attention(q * 2, k, v).relu(),
-    "causal": lambda q, k, v: flex_attention(q * 2, k, v, score_mod=causal).relu(),
     "in blocks": lambda q, k, v: flex_attention(q * 2, k, v, block_mask=BLOCKS).relu(),
     "with a bias": lambda q, k, v: flex_attention(
         q * 2, k, v, score_mod=lambda score, batch, head, i, j: score + BIAS[head, i]
@@ -128,10 +121,6 @@ ATTENDING: dict[str, Callable[..., torch.Tensor]] = {
 }
 BIAS, OF_BATCHES = torch.randn(2, 16), torch.randn(9)
 BLOCKS = create_block_mask(lambda batch, head, i, j: i >= j, None, None, 16, 16, device="cpu")
-
-
-def causal(score: Any, batch: Any, head: Any, i: Any, j: Any) -> torch.Tensor:
-    return torch.where(i >= j, score, -float("inf"))
 
 
 def batches(n: int, length: int = 16) -> tuple[torch.Tensor, ...]:
@@ -182,15 +171,14 @@ def running_sums(x: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
     return scan(lambda carry, row: (carry + row, carry * row), start, x)[1] * 2
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-def test_the_remedy_for_a_size_inside_a_scan_is_followed(compiled: Make, compiler: str) -> None:
-    fast = compiled(running_sums, dynamic=True, compiler=compiler)
+def test_the_remedy_for_a_size_inside_a_scan_is_followed(compiled: Make) -> None:
+    fast = compiled(running_sums, dynamic=True, compiler="aot_eager")
     fast.serve([(torch.randn(4, n, 6), torch.randn(n, 6)) for n in range(2, 9)])
     problem = fast.problem("start[0] is not padded")
     assert "higher_order.scan" in problem.what
     assert "rows_apart" not in problem.remedy
     assert "keep the sizes few" in problem.remedy
-    fast = compiled(running_sums, dynamic=True, compiler=compiler)
+    fast = compiled(running_sums, dynamic=True, compiler="aot_eager")
     assert fast.serve([(torch.randn(4, n, 6), torch.randn(n, 6)) for n in (5, 7, 5, 7)], passes=2) == 4
 
 
@@ -218,7 +206,7 @@ def test_a_size_that_an_operation_fixes_is_not_to_be_named_but_left_out(compiled
     def inverse(of: torch.Tensor, length: int) -> torch.Tensor:
         return torch.istft(of, 16, window=WINDOW, length=length)
 
-    calls = [spectrum(n) for n in range(64, 164, 8)]
+    calls = [spectrum(n) for n in range(64, 144, 8)]
     fast = compiled(lambda of, x: inverse(of * 2, x.shape[1]) + 1, splitting_ops=["torch.istft"])
     fast.serve(calls)
     found = [problem for problem in fast.problems if "recompile limit" in problem.what]

@@ -29,19 +29,19 @@ from tests.optimizer_events import (
 
 STEPS = 8
 FLOATING = [
-    pytest.param(optim.SGD, {"lr": 0.1}, id="SGD"),
-    pytest.param(optim.SGD, {"lr": 0.1, "momentum": 0.9}, id="SGD-momentum"),
+    pytest.param(optim.SGD, {"lr": 0.1}, id="SGD", marks=pytest.mark.soak),
+    pytest.param(optim.SGD, {"lr": 0.1, "momentum": 0.9}, id="SGD-momentum", marks=pytest.mark.soak),
     pytest.param(optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, id="SGD-nesterov"),
     pytest.param(optim.Adam, {"lr": 0.01}, id="Adam"),
     pytest.param(optim.Adam, {"lr": 0.01, "amsgrad": True, "maximize": True}, id="Adam-amsgrad"),
     pytest.param(optim.AdamW, {"lr": 0.01}, id="AdamW"),
     pytest.param(optim.Adagrad, {}, id="Adagrad"),
-    pytest.param(optim.Adadelta, {}, id="Adadelta"),
-    pytest.param(optim.Adamax, {}, id="Adamax"),
-    pytest.param(optim.NAdam, {}, id="NAdam"),
-    pytest.param(optim.RAdam, {}, id="RAdam"),
+    pytest.param(optim.Adadelta, {}, id="Adadelta", marks=pytest.mark.soak),
+    pytest.param(optim.Adamax, {}, id="Adamax", marks=pytest.mark.soak),
+    pytest.param(optim.NAdam, {}, id="NAdam", marks=pytest.mark.soak),
+    pytest.param(optim.RAdam, {}, id="RAdam", marks=pytest.mark.soak),
     pytest.param(optim.RMSprop, {"momentum": 0.5, "centered": True}, id="RMSprop"),
-    pytest.param(optim.Rprop, {}, id="Rprop"),
+    pytest.param(optim.Rprop, {}, id="Rprop", marks=pytest.mark.soak),
     pytest.param(optim.ASGD, {}, id="ASGD"),
 ]
 WITHOUT_GRAPH = [

@@ -102,6 +102,7 @@ def generated(model: Any, **options: Any) -> tuple[list[list[int]], list[list[in
     return want, got
 
 
+@pytest.mark.soak
 def test_a_causal_lm_generates_the_tokens_of_the_quantised_model() -> None:
     want, got = generated(quantised(llama()))
     assert got == want
@@ -116,26 +117,6 @@ def test_adapters_over_a_quantised_base() -> None:
         adapted = peft.get_peft_model(quantised(llama()), config).eval()
     want, got = generated(adapted.base_model.model)
     assert got == want
-
-
-@pytest.mark.soak
-def test_encoders() -> None:
-    from transformers import BertConfig, BertModel, CLIPVisionConfig, CLIPVisionModel
-
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    bert = quantised(BertModel(BertConfig(vocab_size=99, **sizes)).eval())
-    states = module(lambda self, ids: self.bert(ids).last_hidden_state, bert=bert)
-    is_right_and_replayed(states, [torch.randint(0, 99, (rows, 6)) for rows in (2, 3, 2, 3, 2)])
-    tower = quantised(CLIPVisionModel(CLIPVisionConfig(image_size=32, patch_size=8, **sizes)).eval())
-    images = torch.randn(3, 3, 32, 32)
-    want = tower(images).last_hidden_state
-    options = gp.EncoderOptions(compiler="aot_eager", costs=None, token_budgets=(68,))
-    encoder = gp.EncoderCudaGraphManager.from_model(tower, options=options)
-    encoder.capture()
-    got = [item[0] for item in encoder.execute({"pixel_values": images})]
-    torch.testing.assert_close(torch.stack(got).flatten(0, -2), want.flatten(0, -2))
-    assert encoder.get_cumulative_stats().hits
 
 
 # Quantisers whose weights are plain tensors, with an operator of their own: packed integers, zero points, blocks.

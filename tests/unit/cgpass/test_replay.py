@@ -107,10 +107,6 @@ def test_without_a_graph_it_is_the_compiler_alone_and_without_context_says_once_
 # -- weights
 
 
-def moved(model: Any) -> None:
-    model.first.weight.data = model.first.weight.data + 1
-
-
 # -- captures that nobody directed, and the end of a runtime
 
 

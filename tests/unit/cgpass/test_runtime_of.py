@@ -147,17 +147,6 @@ def test_a_captured_model_keeps_its_state_dict_and_copies_as_itself(rt: GraphRun
     fast.check("FULL")
 
 
-def test_a_compiled_model_can_be_copied_and_starts_without_graphs(rt: GraphRuntime) -> None:
-    fast = called(made(MAKERS["module"], dispatch="context", runtime=rt))
-    fast.capture("FULL")
-    x = torch.randn(4, 6)
-    for copied in (copy.deepcopy(fast.fast), pickle.loads(pickle.dumps(fast.fast))):
-        with torch.no_grad():
-            agrees(copied(x), fast(x))
-        assert list(copied.state_dict()) == list(fast.fast.state_dict())
-    assert fast.captured == 1
-
-
 @pytest.mark.parametrize("model", [Shifted, lambda: nn.Sequential(Shifted())])
 def test_a_copy_made_before_the_first_call_has_the_runtime_that_serves_it(model: Callable[[], nn.Module]) -> None:
     compile_it = functools.partial(torch.compile, backend="cgpass", options={"compiler": "eager"})

@@ -82,28 +82,6 @@ def test_keys_that_a_later_compilation_left_behind_are_named_when_capture_ends(
     assert fast.problems == (), "until the remedy was followed"
 
 
-def test_a_call_of_different_sizes_before_capture_leaves_no_key_behind(
-    keyed: Make, caplog: pytest.LogCaptureFixture
-) -> None:
-    fast = keyed(two_fields, **TWO_FIELDS)
-    fast.check("NONE", sizes=[(3, 4)])
-    with caplog.at_level(logging.WARNING, "graphpass"):
-        fast.capture("FULL", sizes=((4, 4), (3, 4)))
-    assert not [record for record in caplog.records if record.name == "graphpass"]
-    assert {(name, c.captured) for (name, _, _), c in fast.rt.counts().items()} == {("g0.full", 1)}
-    assert fast.rt.stats().callables == 1
-
-
-def test_a_negative_dimension_carries_its_field(keyed: Make) -> None:
-    dims: dict[str, Any] = {"capture_sizes": {"seq_len": [4, 8]}, "dynamic_dims": {"x": {-1: "seq_len"}}}
-    key = BatchDescriptor(4, extra=(("seq_len", 4),))
-    fast = keyed(two_fields, **{**TWO_FIELDS, **dims, "key": lambda size: key})
-    fast.capture("FULL", sizes=[(3, 4)])
-    fast.check("FULL", sizes=[(3, 4)])
-    with pytest.raises(ShapeError, match="'x'"):
-        fast.check("FULL", sizes=[(3, 8)])
-
-
 # -- derived symbols, and none
 
 
@@ -259,17 +237,6 @@ def test_sizes_outside_the_guards_are_listed_and_captured_as_graphs_of_their_own
     assert fast.rt.stats().callables == callables
     counts = sorted((size, *counts) for (_, size), counts in fast.tally(mode).items())
     assert counts == [(size, 1, 2) for size in sizes]
-
-
-def test_a_guard_over_two_fields_excludes_pairs_not_sizes(keyed: Make) -> None:
-    given = {**TWO_FIELDS, "make": lambda size: (torch.randn(*size),)}
-    fast = keyed(lambda x: x * 2 if x.shape[0] < x.shape[1] else x + 1, **given)
-    pairs = [(2, 6), (3, 4), (4, 3), (6, 2), (4, 4)]
-    fast.capture("FULL", sizes=pairs)
-    fast.check("FULL", sizes=pairs)
-    assert fast.captured == 5
-    listed = [note for note in fast.rt.notes if "outside this graph's guards" in note]
-    assert not [note for note in listed if "num_reqs=4" in note or "seq_len=4" in note], "4 fits with some partner"
 
 
 # -- Dynamo's recompile limit

@@ -177,15 +177,6 @@ def test_regions_have_their_names_and_modules(rt: GraphRuntime) -> None:
     ]
 
 
-def test_results_are_the_same_under_a_profiler(rt: GraphRuntime) -> None:
-    step = step_of(rt, "PIECEWISE")
-    expected, before = step(), rt.stats().replayed
-    with profile(activities=[ProfilerActivity.CPU], acc_events=True):
-        seen = step()
-    assert torch.equal(seen, expected)
-    assert rt.stats().replayed - before == 2
-
-
 def test_without_a_profiler_no_function_of_python_runs_for_it(rt: GraphRuntime) -> None:
     step = step_of(rt, "PIECEWISE")
     before = calls(step)

@@ -17,14 +17,6 @@ import graphpass as gp
 from tests.unit.cgpass.attended import Make
 
 
-@torch.library.custom_op("cgpasstest::without_rule", mutates_args=())
-def without_rule(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
-
-
-without_rule.register_fake(torch.empty_like)
-
-
 def rows(num: int) -> torch.Tensor:
     return torch.randn(num, 6)
 
@@ -98,21 +90,7 @@ def reading(x: torch.Tensor) -> torch.Tensor:
 DECLARED: dict[str, Any] = {"dynamic_dims": {"x": 0}}
 SITUATIONS: dict[str, Situation] = {
     "host read": Situation(reading, [4] * 3, "runs eagerly between graphs: host read", "keep the value on the device"),
-    "not whole": Situation(
-        reading,
-        [4] * 3,
-        "the graph cannot be captured whole",
-        "mode='FULL_AND_PIECEWISE'",
-        {"mode": "FULL"},
-    ),
     "graph break": Situation(breaking, [4] * 3, "ends at a graph break", "rewrite that line"),
-    "mean of the batch": Situation(centred, (4, 5, 4), "is not padded", "from sums under a mask that is an argument"),
-    "operator without a rule": Situation(
-        without_rule,
-        lambda fast: [fast(torch.randn(num)) for num in (4, 5, 4)],
-        "is not padded",
-        "register_padding_rule",
-    ),
     "too many keys": Situation(
         centred, (4, 4, 4, 5, 5, 6, 6), "keys have graphs already", "raise max_graphs", {"max_graphs": 1}
     ),
@@ -181,7 +159,7 @@ def test_a_graphed_call_that_reaches_no_graph_is_one_warning(caplog: pytest.LogC
     assert_said_once(warned(fast, case, caplog), phrase, remedy, fast.runtime)
 
 
-@pytest.mark.parametrize("situation", ["host read", "above the largest", "inputs share memory", "mean of the batch"])
+@pytest.mark.parametrize("situation", ["host read", "above the largest", "inputs share memory"])
 def test_silence_is_an_option(compiled: Make, situation: str, caplog: pytest.LogCaptureFixture) -> None:
     case = SITUATIONS[situation]
     fast = compiled(case.model, dynamic=True, on_fallback="silent", **case.options)

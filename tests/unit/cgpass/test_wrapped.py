@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -291,35 +290,6 @@ def by_graphed(model: nn.Module, **options: Any) -> Any:
 
 
 WAYS: dict[str, Callable[..., Any]] = {"argument": compiled, "graphed": by_graphed, "manager": by_manager}
-
-
-def test_a_manager_calls_its_graphs_past_dynamo() -> None:
-    run: Any = by_manager(mlp())
-    agrees(run, mlp(), rows())
-    assert not run.its_runtime.report().figures.problems
-
-
-def test_copies_and_instances_have_weights_of_their_own() -> None:
-    model, other = mlp(), mlp(shift=0.1)
-    fast = by_graphed(model)
-    agrees(fast, model, rows())
-    for again in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
-        agrees(again, model, rows())
-    one, two = compiled(model), compiled(other)
-    for _ in range(3):
-        agrees(one, model, rows())
-        agrees(two, other, rows())
-
-
-def test_training_compiles_and_captures_nothing() -> None:
-    model = mlp()
-    model[2].weight = nn.Parameter(torch.randn(6, 6))
-    fast = compiled(model, compiler="aot_eager")
-    with torch.enable_grad():
-        for x in rows((5, 7)):
-            given = [torch.autograd.grad(run(x).sum(), [model[2].weight])[0] for run in (fast, model)]
-            torch.testing.assert_close(*given)
-    assert not replays(fast)
 
 
 @pytest.mark.parametrize("way", ["graphed", "manager"])

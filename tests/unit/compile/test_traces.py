@@ -19,6 +19,10 @@ from tests.unit.compile.passes import Reading, reading
 from tests.unit.compile.test_once import Layers
 
 cut = torch.ops.compiletest.cut
+# One stands for the compilers that functionalise, the other for those that do not.
+EACH_COMPILER = pytest.mark.parametrize(
+    "compiler", [pytest.param(name, marks=pytest.mark.soak if name == "inductor" else ()) for name in COMPILERS]
+)
 
 
 def ops_of(aten: fx.GraphModule) -> list[str]:
@@ -59,7 +63,7 @@ class Traced:
             return torch.compile(model, backend=self, dynamic=True, fullgraph=True)(*inputs)
 
 
-@pytest.mark.parametrize("compiler", COMPILERS)
+@EACH_COMPILER
 def test_each_structure_is_shown_once(compiler: str) -> None:
     shown = []
     traced = Traced(compiler, lambda aten: (shown.append(aten), ops_of(aten))[1])
@@ -98,7 +102,7 @@ def test_what_another_graph_compiled_is_not_shown_again() -> None:
     assert set(traced.compiled[1].traces) == {"r0", "r2", "r4", "r6"}
 
 
-@pytest.mark.parametrize("compiler", COMPILERS)
+@EACH_COMPILER
 def test_an_artifact_that_was_compiled_without_a_trace_gets_one(compiler: str) -> None:
     traced = Traced(compiler, None)
     first, second, x = Layers(2).eval(), Layers(3).eval(), torch.randn(3, 4)
@@ -111,7 +115,7 @@ def test_an_artifact_that_was_compiled_without_a_trace_gets_one(compiler: str) -
     assert len({id(region.function) for made in traced.compiled for region in made.by_name.values()}) == 3
 
 
-@pytest.mark.parametrize("compiler", COMPILERS)
+@EACH_COMPILER
 def test_regions_of_one_structure_have_symbols_of_their_own(compiler: str) -> None:
     """The traced graph speaks of one region's symbols, and each region knows them by its own."""
 
@@ -137,7 +141,7 @@ def test_regions_of_one_structure_have_symbols_of_their_own(compiler: str) -> No
     assert own == [symbolic.expression_of(by_name[name].shape[0]) for name in ("a", "b")]
 
 
-@pytest.mark.parametrize("compiler", COMPILERS)
+@EACH_COMPILER
 def test_a_trace_adds_no_guard(compiler: str) -> None:
     def asks(aten: fx.GraphModule) -> bool:
         sizes = [n.meta["val"] for n in aten.graph.find_nodes(op="placeholder")]
@@ -155,7 +159,7 @@ def test_a_trace_adds_no_guard(compiler: str) -> None:
     assert all(before == after for before, after in traced.facts)
 
 
-@pytest.mark.parametrize("compiler", COMPILERS)
+@EACH_COMPILER
 def test_an_error_of_the_trace_is_a_reason_and_breaks_nothing(compiler: str) -> None:
     def fails(aten: fx.GraphModule) -> None:
         raise ZeroDivisionError("of all things")
@@ -170,22 +174,7 @@ def test_an_error_of_the_trace_is_a_reason_and_breaks_nothing(compiler: str) -> 
         assert "ZeroDivisionError: of all things" in trace.problem
 
 
-def test_inductors_cache_serves_a_traced_compilation() -> None:
-    from torch._dynamo.utils import counters
-
-    hits, shown = [], []
-    for _ in range(2):
-        torch.compiler.reset()
-        counters.clear()
-        traced = Traced("inductor")
-        traced.run(Layers(3).eval(), torch.randn(3, 4))
-        hits.append((counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"]))
-        shown.append([trace.problem for trace in traced.compiled[0].traces.values()])
-    assert hits[1] == (3, 0)
-    assert shown[1] == [None] * 4
-
-
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor", "eager"])
+@EACH_COMPILER
 def test_writes_stay_in_the_graph_and_inputs_that_overlap_have_none(
     compiler: str, caplog: pytest.LogCaptureFixture
 ) -> None:

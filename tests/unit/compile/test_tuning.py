@@ -24,7 +24,6 @@ from graphpass.errors import OptionError
 from graphpass.report.records import TunedRange
 from tests.unit.compile.tuned import AUTOTUNE, COMBO, DESCENT, PDL, Bench, Captured, captured, layer, notes, tuned
 from tests.unit.compiled import Compiled
-from tests.unit.encoder import toy
 from tests.unit.models import linear, module
 
 
@@ -44,16 +43,6 @@ def test_each_setting_is_kept_or_dropped_before_the_next(bench: Bench, rt: gp.Gr
     assert tuned(rt)[0].gain == pytest.approx(0.4)
     assert "tuned without max_autotune: it is no faster" in notes(rt)
     assert (bench.is_closed, bench.open_runs) == (True, 0)
-
-
-def test_the_report_shows_what_tuning_chose(bench: Bench, rt: gp.GraphRuntime) -> None:
-    bench.replay_s = {(PDL,): 0.25}
-    report = captured(layer(), rt).report()
-    assert report["Tuned"].rows == (("g0.r0", "9 and more", PDL, "1000.000 ms", "250.000 ms", "75.0%", "4.0 s"),)
-    names = ("region", "sizes", "settings", "untuned_s", "tuned_s", "tuning_s", "gain")
-    row = dict(zip(names, ("g0.r0", "9 and more", PDL, 1.0, 0.25, 4.0, 0.75), strict=True))
-    assert report.to_dict()["cost"]["tuned"][0] == pytest.approx(row)
-    assert PDL in str(report)
 
 
 def test_the_choice_runs_in_graphs_and_without_them(bench: Bench, rt: gp.GraphRuntime) -> None:
@@ -370,12 +359,6 @@ def test_collectives_are_not_tuned(bench: Bench, rt: gp.GraphRuntime, monkeypatc
     assert "its collectives wait for ranks" in notes(rt)
 
 
-def test_a_throwaway_ladder_leaves_the_choices_in_the_report(bench: Bench, rt: gp.GraphRuntime) -> None:
-    bench.replay_s = {(PDL,): 0.5}
-    at_three_rows(rt, rt.throwaway())
-    assert tuned(rt)[0].settings == PDL
-
-
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
@@ -406,6 +389,7 @@ def test_without_a_gpu_or_variants_it_is_said_once(
     assert not tuned(rt)
 
 
+@pytest.mark.soak
 # Torch 2.11's max_autotune warns of itself on a CPU; a warning that is an error here makes it a variant that fails.
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
 def test_variants_and_ranges_are_compiled_apart_by_inductor(
@@ -444,11 +428,3 @@ def test_a_manager_is_tuned(bench: Bench) -> None:
         ("9 and more", COMBO),
         ("2 to 8", COMBO),
     ]
-
-
-def test_an_encoder_is_tuned(bench: Bench) -> None:
-    bench.replay_s = {(COMBO,): 0.5}
-    manager = toy.made(toy.Compiled(), compiler="inductor", tune="measure", progress=False)
-    assert {found.settings for found in manager.report().figures.costs.tuned} == {COMBO}
-    items = toy.images([8, 4])
-    toy.assert_same(manager.execute(items), toy.one_by_one(toy.Compiled(), items))

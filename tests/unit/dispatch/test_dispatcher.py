@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 
 from graphpass import CudagraphDispatcher, Dispatch, DispatchReason
@@ -24,28 +22,7 @@ def capture_all(dispatcher: CudagraphDispatcher) -> None:
             dispatcher.mark_captured(mode, descriptor)
 
 
-PIECEWISE_KEYS = {BatchDescriptor(size) for size in SIZES}
-MIXED_FULL_KEYS = {BatchDescriptor(size, num_reqs=min(size, 8)) for size in SIZES}
-DECODE_KEYS = {BatchDescriptor(size, num_reqs=size, uniform=True) for size in (1, 2, 4, 8)}
 SPECULATIVE_KEYS = {BatchDescriptor(size, num_reqs=size // 3, uniform=True) for size in (3, 6, 9, 18)}
-
-
-@pytest.mark.parametrize(
-    ("mode", "query_len", "piecewise", "full"),
-    [
-        ("NONE", 1, set(), set()),
-        ("PIECEWISE", 1, PIECEWISE_KEYS, set()),
-        ("PIECEWISE", 3, PIECEWISE_KEYS, set()),
-        ("FULL", 1, set(), MIXED_FULL_KEYS),
-        ("FULL", 3, set(), MIXED_FULL_KEYS),
-        ("FULL_DECODE_ONLY", 1, set(), DECODE_KEYS),
-        ("FULL_DECODE_ONLY", 3, set(), SPECULATIVE_KEYS),
-        ("FULL_AND_PIECEWISE", 1, PIECEWISE_KEYS, DECODE_KEYS),
-        ("full_and_piecewise", 3, PIECEWISE_KEYS, SPECULATIVE_KEYS),
-    ],
-)
-def test_keys(mode: str, query_len: int, piecewise: set[BatchDescriptor], full: set[BatchDescriptor]) -> None:
-    assert dispatcher_for(mode, query_len).keys == {PIECEWISE: piecewise, FULL: full}
 
 
 @pytest.mark.parametrize(
@@ -102,30 +79,6 @@ def test_decisions(
         capture_all(dispatcher)
         assert dispatcher.dispatch(uniform_decode=uniform, **asked) == expected  # type: ignore[arg-type]
         assert dispatcher.dispatch_descriptor(BatchDescriptor(uniform=uniform, **asked)) == expected  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("mode", "uniform", "allowed", "expected_mode", "reason"),
-    [
-        ("FULL_AND_PIECEWISE", True, {NONE, PIECEWISE, FULL}, FULL, "EXACT"),
-        ("FULL_AND_PIECEWISE", True, {NONE, PIECEWISE}, PIECEWISE, "RELAXED"),
-        ("FULL_AND_PIECEWISE", True, {PIECEWISE}, PIECEWISE, "RELAXED"),
-        ("FULL_AND_PIECEWISE", True, {FULL}, FULL, "EXACT"),
-        ("FULL_AND_PIECEWISE", True, {NONE}, NONE, "DISABLED"),
-        ("FULL_AND_PIECEWISE", False, {NONE, FULL}, NONE, "DISABLED"),
-        ("FULL_DECODE_ONLY", True, {NONE, PIECEWISE}, NONE, "DISABLED"),
-        ("FULL", False, {NONE, PIECEWISE}, NONE, "DISABLED"),
-        ("FULL", False, {FULL}, FULL, "EXACT"),
-        ("PIECEWISE", False, [PIECEWISE, PIECEWISE], PIECEWISE, "EXACT"),
-    ],
-)
-def test_allowed_modes(
-    mode: str, uniform: bool, allowed: set[CUDAGraphMode], expected_mode: CUDAGraphMode, reason: str
-) -> None:
-    before = copy.copy(allowed)
-    step = dispatcher_for(mode).dispatch(4, uniform_decode=uniform, allowed_modes=allowed)
-    assert (step.mode, step.reason) == (expected_mode, DispatchReason[reason])
-    assert allowed == before
 
 
 def test_modes_are_taken_by_name_in_any_case() -> None:
@@ -219,23 +172,6 @@ def test_nothing_replays_before_it_is_captured(uniform: bool) -> None:
     assert lazy.mode is (FULL if uniform else PIECEWISE)
 
 
-def test_captured_mixed_key_serves_until_the_decode_key_is_captured() -> None:
-    dispatcher = dispatcher_for("FULL_AND_PIECEWISE", lazy=False)
-    dispatcher.mark_captured(PIECEWISE, BatchDescriptor(4))
-    assert dispatcher.dispatch(3, uniform_decode=True) == Dispatch(
-        PIECEWISE, BatchDescriptor(4), DispatchReason.RELAXED
-    )
-    decode_key = BatchDescriptor(4, 4, uniform=True)
-    assert not dispatcher.is_captured(FULL, decode_key)
-    dispatcher.mark_captured(FULL, decode_key)
-    assert dispatcher.is_captured(FULL, decode_key)
-    assert dispatcher.dispatch(3, uniform_decode=True) == Dispatch(FULL, decode_key, DispatchReason.PADDED)
-    assert dispatcher.dispatch(5, uniform_decode=True).reason is DispatchReason.NOT_CAPTURED
-    dispatcher.forget_captured()
-    assert dispatcher.dispatch(3, uniform_decode=True).reason is DispatchReason.NOT_CAPTURED
-    assert len(dispatcher.keys[FULL]) == len(DECODE_KEYS)
-
-
 @pytest.mark.parametrize(
     ("mode", "descriptor"),
     [
@@ -277,16 +213,6 @@ def test_initialize_keys_replaces_keys_and_marks() -> None:
     assert dispatcher.keys[FULL] == SPECULATIVE_KEYS
 
 
-def test_keys_are_a_snapshot() -> None:
-    dispatcher = dispatcher_for("PIECEWISE")
-    before = dispatcher.keys
-    dispatcher.add_key(PIECEWISE, BatchDescriptor(32))
-    assert BatchDescriptor(32) not in before[PIECEWISE]
-    assert BatchDescriptor(32) in dispatcher.keys[PIECEWISE]
-    with pytest.raises(TypeError):
-        before[PIECEWISE] = frozenset()  # type: ignore[index]
-
-
 def test_added_keys_take_part() -> None:
     dispatcher = dispatcher_for("FULL_AND_PIECEWISE")
     dispatcher.add_key("piecewise", BatchDescriptor(32))
@@ -321,16 +247,6 @@ def test_adding_a_key_twice_keeps_its_capture() -> None:
     dispatcher.add_key(PIECEWISE, BatchDescriptor(4))
     assert dispatcher.is_captured(PIECEWISE, BatchDescriptor(4))
     assert len(dispatcher.keys[PIECEWISE]) == len(SIZES)
-
-
-def test_smallest_key_by_requests_among_irregular_ones() -> None:
-    dispatcher = CudagraphDispatcher("FULL", [32], max_num_reqs=32, lazy=True)
-    for num_tokens, num_reqs in ((8, 2), (8, 6), (12, 1), (16, 3)):
-        dispatcher.add_key(FULL, BatchDescriptor(num_tokens, num_reqs))
-    batches = [(8, 1), (8, 3), (9, 1), (9, 2), (9, 4), (1, 6), (1, 7)]
-    chosen = [dispatcher.dispatch(num_tokens, num_reqs=num_reqs).descriptor for num_tokens, num_reqs in batches]
-    expected = [(8, 2), (8, 6), (12, 1), (16, 3), (32, 32), (8, 6), (32, 32)]
-    assert [(key.num_tokens, key.num_reqs) for key in chosen] == expected
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import pytest
 from graphpass.dispatch.owngraphs import (
     CALLS_BETWEEN,
     LEAST_BYTES,
-    LEAST_REPLAYS,
     MOST_LOSSES,
     OwnGraphs,
     RecurringSize,
@@ -80,26 +79,10 @@ def test_times_are_monotone_between_measurements_and_proportional_outside() -> N
     assert (times.measured(8), times.measured(6)) == (1.9, None)
 
 
-def test_a_time_counts_as_soon_as_it_is_known() -> None:
-    times, ready = Times(is_proportional=True), []
-    times.add(4, lambda: 2.0 if ready else None)
-    assert times.at(4) is None
-    ready.append(True)
-    assert times.at(4) == 2.0
-
-
 def test_a_size_is_captured_once_its_padding_has_cost_a_capture() -> None:
     # 6 rows in a key of 8: two seconds a replay, and a capture takes a hundred
     traffic = Traffic()
     assert captured_after(traffic, traffic.size(6, 8)) == 50
-
-
-def test_a_share_of_the_time_spent_pays_for_it_sooner() -> None:
-    traffic = Traffic()
-    traffic.spent_s = 2000.0
-    assert captured_after(traffic, traffic.size(6, 8)) == LEAST_REPLAYS
-    # The share is used up, so that the next one has to pay for itself.
-    assert captured_after(traffic, traffic.size(5, 8)) == pytest.approx(34, abs=5)
 
 
 def test_captures_are_apart() -> None:
@@ -218,16 +201,6 @@ def test_a_size_padded_far_is_faster_without_a_graph() -> None:
 def test_waste_and_captures_are_near_the_best_in_hindsight(model: Model, traffic: str, calls: int) -> None:
     outcome = simulated(model, traffic, calls)
     assert outcome.is_good, f"{outcome.cost_s:.2f} s, best {outcome.best_s:.2f} s, whole {outcome.whole_s:.2f} s"
-
-
-def test_uniform_traffic_settles_at_exact_graphs() -> None:
-    settled = [simulated(MODELS[1], "uniform", 2000, seed).settled for seed in range(3)]
-    assert all(calls is not None and calls < 700 for calls in settled), settled
-
-
-def test_a_long_run_has_the_tail_of_padding_alone() -> None:
-    outcome = simulated(MODELS[1], "uniform", 10_000)
-    assert sorted(outcome.calls)[9900] <= sorted(outcome.padded)[9900]
 
 
 def test_a_small_bound_keeps_what_saves_most() -> None:

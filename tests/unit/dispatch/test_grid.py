@@ -6,14 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphpass import CudagraphDispatcher, Dispatch, DispatchReason, LoraKeys
+from graphpass import CudagraphDispatcher, DispatchReason, LoraKeys
 from graphpass.dispatch.grid import capture_sizes_within, decode_sizes
 from graphpass.errors import DispatchError
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 REQUESTS = {"num_reqs": [16, 1, 4, 4], "seq_len": [32, 64, 128]}
-IMAGES = {"batch": [1, 2], "height": [8, 16], "width": [8, 16]}
 
 
 def lazy_dispatcher(mode: str, capture_sizes: dict[str, list[int]], **options: int) -> CudagraphDispatcher:
@@ -22,58 +21,6 @@ def lazy_dispatcher(mode: str, capture_sizes: dict[str, list[int]], **options: i
 
 def seq_len(size: int) -> tuple[tuple[str, int], ...]:
     return (("seq_len", size),)
-
-
-@pytest.mark.parametrize(
-    ("num_reqs", "real_len", "padded_reqs", "padded_len", "reason"),
-    [
-        (3, 40, 4, 64, "PADDED"),
-        (4, 64, 4, 64, "EXACT"),
-        (4, 63, 4, 64, "PADDED"),
-        (1, 128, 1, 128, "EXACT"),
-        (16, 1, 16, 32, "PADDED"),
-    ],
-)
-def test_each_field_rounds_up_in_its_own_ladder(
-    num_reqs: int, real_len: int, padded_reqs: int, padded_len: int, reason: str
-) -> None:
-    num_tokens = padded_reqs * padded_len
-    for mode, descriptor in (
-        (FULL, BatchDescriptor(num_tokens, num_reqs=padded_reqs, extra=seq_len(padded_len))),
-        (PIECEWISE, BatchDescriptor(num_tokens, extra=seq_len(padded_len))),
-    ):
-        dispatcher = lazy_dispatcher(mode.name, REQUESTS)
-        expected = Dispatch(mode, descriptor, DispatchReason[reason])
-        assert dispatcher.dispatch(num_reqs * real_len, num_reqs=num_reqs, extra=seq_len(real_len)) == expected
-        assert dispatcher.dispatch(num_reqs=num_reqs, extra=seq_len(real_len)) == expected
-        assert dispatcher.dispatch(extra=(*seq_len(real_len), ("num_reqs", num_reqs))) == expected
-        assert descriptor in dispatcher.keys[mode]
-        assert dispatcher.fields(descriptor) == {"num_reqs": padded_reqs, "seq_len": padded_len}
-        assert dispatcher.dispatch_descriptor(descriptor) == Dispatch(mode, descriptor, DispatchReason.EXACT)
-
-
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_keys_are_the_product_and_name_their_shape(mode: str) -> None:
-    dispatcher = lazy_dispatcher(mode, REQUESTS)
-    keys = dispatcher.keys[CUDAGraphMode[mode]]
-    shapes = {tuple(dispatcher.fields(key).values()) for key in keys}
-    assert len(keys) == 9
-    assert shapes == {(num_reqs, length) for num_reqs in (1, 4, 16) for length in (32, 64, 128)}
-    (planned,) = [descriptors for _, descriptors in dispatcher.capture_plan()]
-    assert [key.num_tokens for key in planned] == sorted((key.num_tokens for key in keys), reverse=True)
-
-
-@pytest.mark.parametrize(
-    ("num_reqs", "real_len", "reason"),
-    [(17, 32, "TOO_LARGE"), (1, 129, "TOO_LARGE"), (0, 32, "EMPTY"), (3, 0, "EMPTY")],
-)
-def test_what_fits_nothing_keeps_its_own_sizes(num_reqs: int, real_len: int, reason: str) -> None:
-    for mode in ("FULL", "PIECEWISE"):
-        dispatcher = lazy_dispatcher(mode, REQUESTS)
-        step = dispatcher.dispatch(num_reqs=num_reqs, extra=seq_len(real_len))
-        assert (step.mode, step.reason) == (NONE, DispatchReason[reason])
-        assert step.descriptor.num_tokens == num_reqs * real_len
-        assert dispatcher.fields(step.descriptor) == {"num_reqs": num_reqs, "seq_len": real_len}
 
 
 @pytest.mark.parametrize(
@@ -103,23 +50,6 @@ def test_fields_of_a_foreign_descriptor() -> None:
     assert CudagraphDispatcher("FULL", [8], max_num_reqs=4).fields(BatchDescriptor(8, 4)) == {"num_tokens": 8}
 
 
-@pytest.mark.parametrize("mode", [FULL, PIECEWISE])
-def test_any_field_names(mode: CUDAGraphMode) -> None:
-    dispatcher = lazy_dispatcher(mode.name, IMAGES)
-    step = dispatcher.dispatch(extra=(("width", 9), ("batch", 2), ("height", 3)))
-    assert step.descriptor == BatchDescriptor(
-        2 * 8 * 16, num_reqs=16 if mode is FULL else None, extra=(("batch", 2), ("height", 8), ("width", 16))
-    )
-    assert dispatcher.fields(step.descriptor) == {"batch": 2, "height": 8, "width": 16}
-    assert len(dispatcher.keys[mode]) == 8
-
-
-def test_num_tokens_alone_is_the_list() -> None:
-    named = CudagraphDispatcher("FULL_AND_PIECEWISE", {"num_tokens": [1, 2, 4]}, max_num_reqs=3)
-    listed = CudagraphDispatcher("FULL_AND_PIECEWISE", [1, 2, 4], max_num_reqs=3)
-    assert named.keys == listed.keys
-
-
 def test_num_tokens_beside_a_bucketed_length() -> None:
     dispatcher = lazy_dispatcher("FULL_AND_PIECEWISE", {"num_tokens": [4, 8], "max_seq_len": [128, 512]})
     decode = dispatcher.dispatch(3, uniform_decode=True, extra=(("max_seq_len", 200),))
@@ -133,22 +63,6 @@ def test_num_tokens_beside_a_bucketed_length() -> None:
     assert len(dispatcher.keys[FULL]) == 4  # the largest decode batch, 16 tokens, is above the largest size
 
 
-def test_num_tokens_beside_num_reqs() -> None:
-    sizes = {"num_tokens": [4, 8], "num_reqs": [2, 4]}
-    for mode, descriptor in (
-        (FULL, BatchDescriptor(8, num_reqs=4)),
-        (PIECEWISE, BatchDescriptor(8, extra=(("num_reqs", 4),))),
-    ):
-        dispatcher = lazy_dispatcher(mode.name, sizes)
-        step = dispatcher.dispatch(7, num_reqs=3)
-        assert (step.mode, step.descriptor) == (mode, descriptor)
-        assert dispatcher.fields(step.descriptor) == {"num_tokens": 8, "num_reqs": 4}
-        assert dispatcher.dispatch_descriptor(descriptor).descriptor == descriptor
-        assert len(dispatcher.keys[mode]) == 4
-    decode = lazy_dispatcher("FULL_DECODE_ONLY", sizes).dispatch(6, num_reqs=6, uniform_decode=True)
-    assert decode.descriptor == BatchDescriptor(8, num_reqs=8, uniform=True)
-
-
 def test_decode_keys_over_a_product() -> None:
     dispatcher = lazy_dispatcher(
         "FULL_AND_PIECEWISE", {"num_reqs": [2, 4], "seq_len": [3, 4]}, uniform_decode_query_len=4
@@ -156,25 +70,6 @@ def test_decode_keys_over_a_product() -> None:
     assert {(key.num_tokens, key.num_reqs) for key in dispatcher.keys[FULL]} == {(8, 2), (12, 4), (16, 4)}
     step = dispatcher.dispatch(num_reqs=1, uniform_decode=True, extra=seq_len(4))
     assert step.descriptor == BatchDescriptor(8, num_reqs=2, uniform=True, extra=seq_len(4))
-
-
-def test_largest_batch_bounds_the_product() -> None:
-    dispatcher = lazy_dispatcher("FULL", REQUESTS, max_num_tokens=512)
-    assert max(key.num_tokens for key in dispatcher.keys[FULL]) == 512
-    assert dispatcher.dispatch(num_reqs=5, extra=seq_len(33)).reason is DispatchReason.TOO_LARGE
-
-
-def test_added_keys_between_the_rungs() -> None:
-    dispatcher = lazy_dispatcher("FULL", REQUESTS)
-    key = BatchDescriptor(8 * 64, num_reqs=8, extra=seq_len(64))
-    dispatcher.add_key(FULL, key)
-    assert dispatcher.dispatch(num_reqs=5, extra=seq_len(33)).descriptor == key
-    beyond = dispatcher.dispatch(num_reqs=5, extra=seq_len(65))
-    assert dispatcher.fields(beyond.descriptor) == {"num_reqs": 16, "seq_len": 128}
-    with pytest.raises(DispatchError, match="'seq_len'"):
-        dispatcher.add_key(FULL, BatchDescriptor(512, num_reqs=8))
-    with pytest.raises(DispatchError, match="num_tokens=512"):
-        dispatcher.add_key(FULL, BatchDescriptor(511, num_reqs=8, extra=seq_len(64)))
 
 
 def test_extra_beside_the_fields_is_matched_exactly() -> None:
@@ -219,22 +114,6 @@ def test_capture_sizes(sizes: list[int], max_num_tokens: int | None, query_len: 
 def test_no_size_left(sizes: list[int], max_num_tokens: int | None) -> None:
     with pytest.raises(DispatchError, match="no size to capture"):
         capture_sizes_within(sizes, max_num_tokens, 1)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "max_num_reqs", "query_len", "expected"),
-    [
-        ([1, 2, 4, 8, 16], 16, 1, (1, 2, 4, 8, 16)),
-        ([1, 2, 4, 8, 16], 6, 1, (1, 2, 4, 6)),  # the largest decode batch has its own size
-        ([1, 2, 4, 8, 16], 100, 1, (1, 2, 4, 8, 16)),
-        ([1, 2, 4, 8, 16], 16, 3, (3, 6, 9, 18)),
-        ([1, 2, 4, 8, 16], 5, 3, (3, 6, 9, 15)),
-        ([2], 8, 4, (4,)),
-        ([7], 7, 1, (7,)),
-    ],
-)
-def test_decode_sizes(sizes: list[int], max_num_reqs: int, query_len: int, expected: tuple[int, ...]) -> None:
-    assert decode_sizes(sizes, max_num_reqs, query_len) == expected
 
 
 @given(SIZES, st.integers(1, 40), st.integers(1, 7))

@@ -54,25 +54,6 @@ def test_every_answer_has_a_reason_and_is_stable() -> None:
         assert piecewise or not mode.requires_piecewise_compilation()
 
 
-def test_more_support_never_leaves_less() -> None:
-    def reach(mode: CUDAGraphMode) -> tuple[int, int]:
-        return int(mode.decode_mode().value), int(mode.mixed_mode().value)
-
-    for asked, query_len in product(CUDAGraphMode, (1, 3)):
-        decode_reach = [
-            reach(resolve_mode(asked, support, query_len=query_len, piecewise=True)[0])[0]
-            for support in AttentionSupport
-        ]
-        assert decode_reach == sorted(decode_reach)
-
-
-def test_the_reason_names_what_is_missing() -> None:
-    _, reason = resolve_mode("FULL", SINGLE, query_len=3, piecewise=False)
-    assert "UNIFORM_BATCH" in reason
-    assert "UNIFORM_SINGLE_TOKEN_DECODE" in reason
-    assert "partitioned" in reason
-
-
 def test_support_levels_include_each_other() -> None:
     assert NEVER < SINGLE < UNIFORM < ALWAYS
     assert " ".join(map(str, AttentionSupport)) == "NEVER UNIFORM_SINGLE_TOKEN_DECODE UNIFORM_BATCH ALWAYS"

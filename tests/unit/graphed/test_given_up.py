@@ -162,19 +162,6 @@ def test_managers_count_each_such_step(has_break: bool, named: str, traced: int)
     assert sum(manager.stats().histogram.values()) == 10
 
 
-@steps
-def test_each_such_step_can_be_an_error(has_break: bool, named: str, traced: int) -> None:
-    manager = captured(Steps(has_break), sizes=(4,), on_fallback="error")
-    found = []
-    for _ in range(10):
-        try:
-            run(manager, torch.randn(4, WIDTH))
-        except CaptureError as error:
-            found.append(error.found)
-    assert len(found) == 10 - traced
-    assert all(one.startswith(LIMIT) and named in one for one in found)
-
-
 def test_steps_that_dynamo_is_kept_from_are_no_replays() -> None:
     manager = captured(Steps(has_break=False), sizes=(4,))
     with torch.compiler.set_stance("force_eager"):

@@ -195,28 +195,12 @@ def test_a_copy_is_graphed_and_has_no_graphs(copied: Callable[[Any], Any]) -> No
     assert fast.factor == 2.0
 
 
-def test_a_copied_model_has_another_runtime_than_its_runtime_option() -> None:
-    runtime = gp.GraphRuntime()
-    fast = graphed(Net(), runtime=runtime)
-    assert copy.deepcopy(fast).runtime is not runtime
-
-
 @pytest.mark.parametrize("function", [torch.tanh, lambda x: x * 2, nn.Linear(6, 6).eval().forward])
 def test_a_function_is_a_callable_object(function: Callable[..., Any]) -> None:
     fast = graphed(function)
     assert not isinstance(fast, nn.Module)
     still_graphed(fast, function)
     assert repr(fast).startswith("GraphedModel(")
-
-
-def test_a_functions_attributes_are_its() -> None:
-    def model(x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    fast = graphed(model)
-    assert fast.__name__ == "model"
-    again = pickle.loads(pickle.dumps(graphed(torch.tanh)))
-    torch.testing.assert_close(again(torch.ones(2)), torch.ones(2).tanh())
 
 
 class TestHooks:
@@ -271,22 +255,6 @@ def test_a_class_that_minds_its_subclasses() -> None:
 
     still_graphed(graphed(Called().eval()), Called().eval())
     still_graphed(graphed(Registered().eval()), Registered().eval())
-
-
-def test_a_module_with_slots_and_a_property_of_its_forward() -> None:
-    class Slotted(nn.Module):
-        __slots__ = ("kept",)
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.kept = 3.0
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * 2
-
-    fast = graphed(Slotted())
-    assert fast.kept == 3.0
-    still_graphed(fast, Slotted())
 
 
 def test_an_exported_module() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import graphpass as gp
 from graphpass import GraphpassError
 from graphpass.compat import dynamo
 from graphpass.errors import CaptureError, OptionError
-from tests.unit.graphed.oracle import agree_with, graphed, replays, rows
+from tests.unit.graphed.oracle import graphed
 from tests.unit.models import module
 
 
@@ -55,10 +54,6 @@ def test_without_the_backend_it_says_what_to_import(monkeypatch: pytest.MonkeyPa
     assert raised.value.remedy == "import cgpass"
 
 
-def test_a_backend_that_nobody_registered_is_none() -> None:
-    assert dynamo.registered_backend("graphpass_no_such_backend") is None
-
-
 def dual(f: Any, x: torch.Tensor) -> Any:
     with torch.autograd.forward_ad.dual_level():
         return f(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
@@ -85,34 +80,6 @@ def test_function_transforms_around_it_are_refused(transform: str, was_called: b
         TRANSFORMS[transform](fast, x)
     assert "transform the model itself" in raised.value.remedy or transform in INSIDE
     torch.testing.assert_close(fast(x), x.sin())
-
-
-def test_a_transform_inside_of_the_model_is_graphed() -> None:
-    model = lambda x: torch.func.vmap(lambda row: row * row.sum())(x)  # noqa: E731
-    assert replays(agree_with(model, rows(5, 3, 5, 3, 5, 3))) > 0
-
-
-READERS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "conditional": lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)),
-    "lists": lambda x: x[:, 0].tolist(),
-    "sizes by contents": lambda x: x[x > 0],
-}
-
-
-@pytest.mark.parametrize("name", READERS)
-@pytest.mark.parametrize("declared", [False, True])
-def test_control_flow_and_host_reads_are_right_or_typed(name: str, declared: bool) -> None:
-    model = READERS[name]
-    fast = graphed(model, *(([2, 4, 8], {"x": 0}) if declared else ()))
-    for n in (5, 3, 5, 3, 5, 6):
-        x = torch.randn(n, 4)
-        with torch.no_grad():
-            want = model(x)
-        try:
-            found = fast(x)
-        except GraphpassError:
-            continue
-        torch.testing.assert_close(found, want)
 
 
 def test_errors_of_ours_are_raised_as_themselves() -> None:
@@ -147,17 +114,6 @@ def test_what_torch_cannot_trace_is_a_typed_error_that_is_a_runtime_error() -> N
     fast(torch.randn(3, 4))
     with pytest.raises(RuntimeError):
         fast(torch.randn(3, 5))
-
-
-def test_a_subclass_that_wraps_tensors_is_right() -> None:
-    from torch.testing._internal.two_tensor import TwoTensor
-
-    fast, given = graphed(lambda x: x.sin()), TwoTensor(torch.ones(3), torch.zeros(3))
-    for _ in range(3):
-        got = fast(given)
-        assert isinstance(got, TwoTensor)
-        assert torch.equal(got.a, given.a.sin())
-        assert torch.equal(got.b, given.b.sin())
 
 
 @pytest.mark.parametrize(
@@ -236,15 +192,6 @@ def test_a_padding_function_of_another_shape_is_named_after_its_input() -> None:
     assert "the padding function of input 'input' returned another shape: (3, 4)" in problem.what
 
 
-def test_size_one_is_in_the_traffic() -> None:
-    """torch.compile has a graph of its own for it, in which the size is no symbol."""
-    fast = strict([1, 2, 4, 8])
-    fast.capture(torch.randn(8, 4))
-    for size in (1, 3, 1):
-        fast(torch.randn(size, 4))
-    assert fast.runtime.stats().histograms == {"num_tokens": {1: 2, 3: 1}}
-
-
 def test_the_remedy_of_a_late_compilation() -> None:
     """Size 1 is in the ladder, and the other form is captured too."""
     fast = strict([1, 2, 4, 8])
@@ -261,23 +208,6 @@ def test_before_a_capture_and_after_close_calls_compile() -> None:
     fast.close()
     fast(torch.randn(1, 4))
     fast(torch.randn(3, 4), torch.ones(4))
-
-
-def test_calls_past_the_recompile_limit_are_counted_and_the_argument_is_named() -> None:
-    def scaled(x: torch.Tensor, name: str) -> torch.Tensor:
-        return x * len(name)
-
-    fast = gp.graphed(scaled, compiler="eager", on_fallback="silent")
-    for length in range(1, 13):
-        x = torch.randn(3, 4)
-        torch.testing.assert_close(fast(x, "n" * length), x * length)
-    limit = torch._dynamo.config.recompile_limit
-    problems = {problem.what: problem for problem in fast.report().problems}
-    (uncompiled,) = [problem for what, problem in problems.items() if "runs the model as it is" in what]
-    assert uncompiled.times == 12 - limit
-    (recompiled,) = [what for what in problems if "has compiled a function" in what]
-    assert "name == " in recompiled
-    assert "test_refusals.py" in recompiled
 
 
 def test_calls_under_autograd_are_counted(compiled: Any) -> None:
@@ -302,17 +232,6 @@ def test_an_input_of_a_module_of_torch_is_named_by_parameter_or_position(
     beside.serve((3, 3, 5, 6))
     assert beside.problems == ()
     assert beside.padded_sizes == {"num_tokens": True}
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"dynamic_dims": {"inptu": 0}}, {"padding": {"inptu": 0.0}}, {"capture_sizes": {"rows": [4, 8], "columns": [4]}}],
-    ids=str,
-)
-def test_a_name_that_no_input_of_a_module_of_torch_has_is_said(compiled: Any, options: dict[str, object]) -> None:
-    fast = compiled(nn.Sequential(nn.Linear(4, 4)).eval(), dynamic=True, **options)
-    fast(torch.randn(3, 4))
-    assert any("and the graph's inputs are args[0]" in problem.what for problem in fast.problems)
 
 
 def test_a_size_or_stride_of_a_tensor_is_no_number(compiled: Any) -> None:

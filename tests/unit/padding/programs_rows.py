@@ -11,10 +11,6 @@ from torch import Tensor
 from tests.unit.padding.table import program as P
 
 
-def squares(x: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(x, y, reduction="none")
-
-
 def lstm(f: Tensor, state: Tensor | None = None, *, reverse: bool = False) -> tuple[Tensor, ...]:
     """One direction of a layer over [rows, steps, features], as Dynamo calls it on a CPU."""
     steps = f.transpose(0, 1).contiguous()

@@ -207,7 +207,9 @@ def test_a_cut_changes_no_verdict(model: Callable[..., Any], batch: Verdict, row
     assert len({text_of(proof) for proof in proofs}) == 1
 
 
-@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize(
+    "compiler", [pytest.param(name, marks=pytest.mark.soak if name == "inductor" else ()) for name in COMPILERS]
+)
 def test_every_compiler_shows_what_is_proved(compiler: str) -> None:
     proof = Prover(compiler=compiler).prove(mean_of_rows, X)
     assert verdicts(proof) == {"x.0": PROVED, "x.1": UNPROVED}
@@ -227,7 +229,7 @@ class Decoder(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("num_layers", [6, 60, pytest.param(240, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("num_layers", [6, pytest.param(240, marks=pytest.mark.soak)])
 def test_equal_layers_are_interpreted_once(num_layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     interpreted: list[Any] = []
 
@@ -252,18 +254,6 @@ def test_regions_of_one_structure_keep_their_own_fields() -> None:
     proof = Prover().prove(model, torch.randn(3, 4), torch.randn(7, 4), dims=(0,))
     assert verdicts(proof) == {"a.0": PROVED, "b.0": UNPROVED}
     assert {finding.field for finding in proof.findings} == {"b.0"}
-
-
-def test_symbols_of_one_field_are_one_size() -> None:
-    def model(a: Tensor, b: Tensor) -> Any:
-        return cut(a.relu()) * 2, cut(b.relu()) * 2
-
-    proof = Prover(fields={"a.0": "batch", "b.0": "batch"}).prove(
-        model, torch.randn(3, 4), torch.randn(7, 4), dims=(0,)
-    )
-    assert verdicts(proof) == {"batch": PROVED}
-    first, second = proof.output_factors
-    assert first == second
 
 
 def test_declared_padding_reaches_later_regions() -> None:
@@ -372,15 +362,6 @@ def test_a_value_that_shares_padded_memory_is_not_trusted_after_a_write() -> Non
 
 
 # -- numbers and host reads --------------------------------------------------------------------------------------------
-
-
-def test_numbers_among_outputs_are_no_findings() -> None:
-    def model(x: Tensor) -> Any:
-        return cut(x * 2), x.shape[0] * 2, x.shape[1]
-
-    proof = Prover().prove(model, X)
-    assert verdicts(proof) == {"x.0": PROVED, "x.1": PROVED}
-    assert [factors is None for factors in proof.output_factors] == [False, True, True]
 
 
 @torch._dynamo.config.patch(capture_scalar_outputs=True)

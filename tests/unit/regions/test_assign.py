@@ -29,49 +29,6 @@ def targets(split: Partition, index: int) -> list[Any]:
     return [node.target for node in nodes if node.op.startswith("call")]
 
 
-class Layers(nn.Module):
-    """Layers with one softmax each, as attention has."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(count))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + F.softmax(layer(x), -1).view(-1, 4).contiguous()
-        return x * 2
-
-
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_n_layers_give_n_plus_one_captured_regions(dynamo_split: Split, count: int) -> None:
-    split = dynamo_split(Layers(count), torch.ones(3, 4), ops=SOFTMAX)
-    assert kinds(split) == ["captured", "eager"] * count + ["captured"]
-    assert [region.name for region in split.regions] == [f"r{i}" for i in range(2 * count + 1)]
-
-
-def test_adjacent_splitting_ops_share_a_region_across_their_unpacking(dynamo_split: Split) -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        values, indices = torch.max(x + 1, dim=0)
-        low, high = torch.sort(values)
-        return low + high + indices
-
-    split = dynamo_split(function, torch.rand(3, 4), ops=["aten::max", "aten::sort"])
-    assert kinds(split) == ["captured", "eager", "captured"]
-    assert targets(split, 1).count(operator.getitem) == 4
-
-
-def test_the_items_of_a_tuple_stay_with_their_producer(dynamo_split: Split) -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        first, second = torch.split(x + 1, [1, 2])
-        y = F.softmax(first, -1)
-        return y + second.sum(0)
-
-    split = dynamo_split(function, torch.rand(3, 4), ops=SOFTMAX)
-    assert kinds(split) == ["captured", "eager", "captured"]
-    assert targets(split, 0)[-2:] == [operator.getitem, operator.getitem]
-    assert operator.getitem not in targets(split, 2)
-
-
 def test_tensor_indexing_stays_where_it_is(dynamo_split: Split) -> None:
     """The index is taken after the write in between: moved to its producer it would read the old value."""
 
@@ -162,17 +119,6 @@ def test_a_pair_without_an_eager_op_is_captured_as_a_whole(dynamo_split: Split) 
     assert len(targets(split, 0)) == 3
 
 
-def test_what_lies_between_two_pairs_may_be_cut(dynamo_split: Split) -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            y = x + 1
-        y = F.softmax(y, -1)
-        with torch.no_grad():
-            return y + 1
-
-    assert kinds(dynamo_split(function, torch.rand(3, 3), ops=SOFTMAX)) == ["captured", "eager", "captured"]
-
-
 def test_a_higher_order_op_stays_with_its_subgraphs(dynamo_split: Split) -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         y = torch.cond(x.sum() > 0, lambda t: t + 1, lambda t: t - 1, (F.softmax(x, -1),))
@@ -212,20 +158,6 @@ def test_a_copy_and_a_write_are_captured(dynamo_split: Split, between: Callable[
     assert kinds(split) == ["captured", "eager", "captured", "eager", "captured"]
 
 
-def test_an_allocation_joins_the_captured_region_before(dynamo_split: Split) -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        y = x + 1
-        a = F.softmax(y, -1)
-        out = torch.empty_like(y)
-        torch.softmax(a, -1, out=out) if False else out.copy_(F.softmax(a, -1))
-        return out * 2
-
-    split = dynamo_split(function, torch.rand(3, 3), ops=[*SOFTMAX, "aten::copy_"])
-    assert kinds(split) == ["captured", "eager", "captured"]
-    assert torch.empty_like in targets(split, 0)
-    assert split.regions[1].why == "splitting op: torch.nn.functional.softmax; splitting op: Tensor.copy_"
-
-
 def test_an_allocation_joins_the_captured_region_behind(dynamo_split: Split) -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         a = F.softmax(x, -1)
@@ -257,19 +189,6 @@ def test_a_splitting_op_that_is_an_allocation_stays_a_split(dynamo_split: Split)
 
     split = dynamo_split(function, torch.rand(3, 3), ops=["aten::zeros_like"])
     assert kinds(split) == ["captured", "eager", "captured"]
-
-
-def test_order_is_preserved_around_mutations(dynamo_split: Split) -> None:
-    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        before = x * 1
-        x.add_(F.softmax(x, -1))
-        middle = x * 1
-        x[0] = F.softmax(x, -1)[1]
-        view = x.view(-1)
-        view.mul_(2)
-        return before, middle, x * 1
-
-    dynamo_split(function, torch.rand(3, 3), ops=SOFTMAX)
 
 
 def test_a_graph_without_calls_has_no_regions() -> None:

@@ -36,34 +36,6 @@ def test_a_reason_reads_as_kind_and_detail() -> None:
     assert pickle.loads(pickle.dumps(reason)) == reason
 
 
-def test_an_unsafe_tag_is_a_reason(dynamo_split: Split) -> None:
-    @torch.library.custom_op("graphpass_rules::unsafe", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-    def unsafe(x: torch.Tensor) -> torch.Tensor:
-        return x + 1
-
-    @unsafe.register_fake
-    def _(x: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(x)
-
-    split = dynamo_split(lambda x: unsafe(x * 2) * 2, torch.ones(3))
-    tagged = "unsafe tag: graphpass_rules::unsafe.default is tagged cudagraph_unsafe"
-    assert reasons(split) == [None, tagged, None]
-
-
-def test_a_host_read_and_its_consumers_run_eagerly(dynamo_split: Split) -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        scale = x.sum().item()
-        y = x.sin() * scale
-        return y.cos()
-
-    split = dynamo_split(function, torch.ones(3), **SCALARS)
-    assert [region.kind for region in split.regions] == ["captured", "eager", "captured", "eager", "captured"]
-    assert split.regions[1].why == "host read: Tensor.item"
-    assert split.regions[3].why == "host scalar: operator.mul uses what Tensor.item read"
-    captured = [region for region in split.regions if region.kind == "captured"]
-    assert not any("item" in name for region in captured for name in region.inputs)
-
-
 def test_a_size_that_was_read_stays_out_of_captured_regions(dynamo_split: Split) -> None:
     def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows = x.sum().to(torch.int64).item()
@@ -211,13 +183,6 @@ def test_without_rules_nothing_is_split(dynamo_split: Split) -> None:
     assert reasons(split) == [None]
 
 
-def test_several_reasons_are_joined(dynamo_split: Split) -> None:
-    split = dynamo_split(lambda x: torch.nonzero(x.sin()), torch.ones(3), ops=["aten::nonzero", "aten::sin"], **SCALARS)
-    first, *rest = str(split.regions[0].why).split("; ")
-    assert first == "splitting op: Tensor.sin"
-    assert rest[:2] == ["splitting op: torch.nonzero", "data-dependent shape: torch.nonzero"]
-
-
 # Symbols: which one a dimension carries, and which sizes the guards admit.
 
 
@@ -294,14 +259,6 @@ def test_guards_exclude_sizes_with_the_constraint_as_text() -> None:
     assert guards.excluded_by({symbol: 1}) == f"{symbol} >= 2"
     assert guards.excluded_by({symbol: 12}) == f"Eq(Mod({symbol}, 8), 0)"
     assert guards.excluded_by({symbol: 104}) == f"{symbol} <= 99"
-
-
-def test_size_one_is_outside_of_a_dynamic_graph() -> None:
-    gm, split = traced(lambda x: x + 1, torch.rand(5))
-    symbol = symbol_of_dim(split.inputs, "x", 0)
-    guards = GuardedSymbols.from_graph(gm)
-    assert guards.excluded_by({symbol: 1}) == f"{symbol} >= 2"
-    assert [guards.excluded_by({symbol: size}) for size in (2, 5, 10**6)] == [None, None, None]
 
 
 def test_a_guard_over_two_symbols_needs_both() -> None:

