@@ -15,7 +15,7 @@ import sympy
 import torch
 
 from graphpass.compat import symbolic
-from graphpass.padding.making import Making, Operands, Rewrite, is_computed
+from graphpass.padding.making import Making, Operands, is_computed
 from graphpass.padding.neutral import INDEX, REAL_ORDER, REAL_SIZE
 from graphpass.padding.program import GETITEM, RESULTS, Ref
 from graphpass.padding.sizes import is_zero_size, product
@@ -85,32 +85,9 @@ def _along_dims(operands: Operands, dims: Sequence[int], place: Callable[[int, A
     return ref if isinstance(ref, Ref) and dims else None
 
 
-def reflected(place: Any, size: Any) -> Any:
-    """The place of an entry before the first or behind the last, where they are mirrors."""
-    return size - 1 - sympy.Abs(size - 1 - sympy.Abs(place))
-
-
 def repeated(place: Any, size: Any) -> Any:
     """The same, where the first and last are repeated."""
     return sympy.Min(sympy.Max(place, 0), size - 1)
-
-
-def extended(inside: Callable[[Any, Any], Any]) -> Rewrite:
-    """A dimension that goes on at both ends with entries of its own."""
-
-    def rewrite(operands: Operands, read: frozenset[int]) -> Ref | None:
-        making, value, ref = operands.making, operands.call.tensor("self"), operands.argument("self")
-        amounts: Sequence[Any] = operands.call.argument("padding")
-        shape = operands.node.result
-        for turn, left in enumerate(amounts[::2]):
-            dim = value.rank - 1 - turn
-            if not isinstance(ref, Ref) or not isinstance(shape, TensorShape):
-                return None
-            place = inside(_AT - left, product(value.factors[dim]))
-            ref = making.picked(ref, dim, [place], [shape.sizes[dim]])
-        return ref if isinstance(ref, Ref) else None
-
-    return rewrite
 
 
 def counted(operands: Operands, read: frozenset[int]) -> Ref | None:

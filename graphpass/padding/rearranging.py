@@ -79,16 +79,6 @@ def expand(call: OpCall) -> PaddedValue:
     return broadcast(call, value, [own or of_dim for own, of_dim in zip(factors, wanted, strict=True)])
 
 
-def diagonal(call: OpCall) -> PaddedValue:
-    """The diagonal of two unpadded dimensions becomes the last one."""
-    value = call.tensor("self")
-    dims = [call.dim(call.argument(name), value.rank) for name in ("dim1", "dim2")]
-    call.no_padded_numbers()
-    call.unpadded(value, dims, "takes a diagonal of")
-    rest = without_dims(value, dims, keepdim=False)
-    return replace(rest, factors=(*rest.factors, call.fresh().factors[-1]), index=None)
-
-
 def repeat(call: OpCall) -> PaddedValue:
     """``repeat``: each dimension gets the number of repetitions as its outermost factor."""
     value, repeats = call.tensor("self"), call.argument("repeats", "dims")
@@ -296,22 +286,6 @@ def replaced_part(call: OpCall) -> PaddedValue:
     places = call.places(PaddedValue(tuple(factors)), [at for at in range(value.rank) if at != dim])
     common = {place: either(value.pad_at(place), source.pad_at(place)) for place in places}
     return PaddedValue(tuple(factors)).with_pads(common)
-
-
-def replaced_diagonal(call: OpCall) -> PaddedValue:
-    """``diagonal_scatter``: the diagonal of two unpadded dimensions is replaced, along the others entry by entry."""
-    value, source = call.tensor("self"), call.tensor("src")
-    dims = [call.dim(call.argument(name), value.rank) for name in ("dim1", "dim2")]
-    call.no_padded_numbers()
-    call.unpadded(value, dims, "replaces a diagonal of")  # guard: proof_replaced_diagonal
-    call.unpadded(source, [source.rank - 1], "replaces a diagonal by")
-    rest = [dim for dim in range(value.rank) if dim not in dims]
-    factors = list(value.factors)
-    for at, dim in enumerate(rest):
-        factors[dim] = call.unify(factors[dim], source.factors[at])
-    places = call.places(PaddedValue(tuple(factors)))
-    pads = {(dim, at): either(value.pad_at((dim, at)), source.pad_at((rest.index(dim), at))) for dim, at in places}
-    return PaddedValue(tuple(factors)).with_pads(pads)
 
 
 def _check_replaced(call: OpCall, value: PaddedValue, source: PaddedValue, dim: int) -> None:

@@ -187,11 +187,11 @@ def _by_number(operands: Operands, read: frozenset[int]) -> Ref | None:
     making.inserted(f"the real {number}", number, replace(shape, sizes=()))
     if is_narrow:
         ref = making.emit("prims::convert_element_type", replace(making.shape_of(ref), dtype=wide), a=ref, dtype=wide)
-    arguments = tuple(
-        (name, ref if name == "self" else size if name == "other" else argument)
-        for name, argument in operands.node.arguments
+    first, second, op = (
+        (size, ref, "aten::sub.Tensor") if operands.call.name == "rsub" else (ref, size, operands.node.op)
     )
-    computed = making.emit(operands.node.op, replace(shape, dtype=wide) if is_narrow else shape, **dict(arguments))
+    arguments = {**dict(operands.node.arguments), "self": first, "other": second}
+    computed = making.emit(op, replace(shape, dtype=wide) if is_narrow else shape, **arguments)
     return making.emit("prims::convert_element_type", shape, a=computed, dtype=shape.dtype) if is_narrow else computed
 
 
@@ -281,9 +281,7 @@ _REWRITES: Mapping[str, Rewrite] = {
     "cat": moving.joined,
     **dict.fromkeys(words("arange iota"), moving.counted),
     **dict.fromkeys(words("view reshape _unsafe_view"), moving.viewed),
-    **dict.fromkeys(words("reflection_pad1d reflection_pad2d reflection_pad3d"), moving.extended(moving.reflected)),
-    **dict.fromkeys(words("replication_pad1d replication_pad2d replication_pad3d"), moving.extended(moving.repeated)),
-    **dict.fromkeys(words("add sub mul div"), _by_number),
+    **dict.fromkeys(words("add sub rsub mul div"), _by_number),
     "clamp": _bounded,
     "scalar_tensor": _scalar,
     **dict.fromkeys(_WITH_MASK, _attention),

@@ -91,8 +91,7 @@ _MIXES: list[tuple[PaddingRule, str]] = [
         " adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d upsample_nearest1d upsample_nearest2d"
         " upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d"
         " upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d _upsample_bilinear2d_aa"
-        " _upsample_bicubic2d_aa reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d"
-        " replication_pad2d replication_pad3d",
+        " _upsample_bicubic2d_aa",
     ),
     (mixes(combining.named_dims), "flip roll _fft_r2c _fft_c2c _fft_c2r sort topk | rev"),
     (mixes(combining.last(1), "makes complex numbers of"), "view_as_complex"),
@@ -156,7 +155,6 @@ _REGROUPS: list[tuple[PaddingRule, str]] = [
     (rearranging.expand, "expand | broadcast_in_dim"),
     (rearranging.repeat, "repeat"),
     (rearranging.gathered, "_c10d_functional::all_gather_into_tensor"),
-    (rearranging.diagonal, "diagonal"),
 ]
 
 _CUTS_AND_JOINS: list[tuple[PaddingRule, str]] = [
@@ -169,7 +167,6 @@ _CUTS_AND_JOINS: list[tuple[PaddingRule, str]] = [
     (rearranging.cat, "cat stack | cat"),
     (rearranging.constant_pad, "constant_pad_nd"),
     (rearranging.replaced_part, "slice_scatter select_scatter"),
-    (rearranging.replaced_diagonal, "diagonal_scatter"),
 ]
 
 BUILT_IN: dict[str, PaddingRule] = {

@@ -44,11 +44,6 @@ PADDED: dict[str, tuple[Callable[..., Any], Callable[..., tuple[torch.Tensor, ..
         {"padding": {"ids": 0}},
     ),
     "a whole in memory order": (in_memory_order, lambda n: (torch.randn(n, 6, 4),), {}),
-    "a replaced diagonal": (
-        lambda x, d: torch.diagonal_scatter(x, d, 0, 1, 2),
-        lambda n: (torch.randn(n, 4, 4), torch.randn(n, 4)),
-        {},
-    ),
     "a product in another dtype": (
         lambda x, w: out_dtype(torch.ops.aten.mm.default, torch.int32, x + 1, w).relu() * 2,
         lambda n: (torch.randint(-99, 99, (n, 8), dtype=torch.int8), torch.randint(-99, 99, (8, 4), dtype=torch.int8)),

@@ -45,6 +45,7 @@ IN_PARTS = words(
     "nansum count_nonzero linalg_vector_norm norm matmul im2col std std_mean native_group_norm native_layer_norm",
     "_native_batch_norm_legit _native_batch_norm_legit_functional _batch_norm_with_update_functional",
     "index_add index_copy index_fill",
+    "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d",
 )
 """Operators without a row of their own, which are repaired in the parts that they consist of."""
 
@@ -238,6 +239,10 @@ REWRITES: dict[str, list[Case]] = {
     "sub": [
         Case("sub", lambda x: x - x.shape[1], proved=("b",)),
         Case("sub of int", lambda i: i - i.shape[1], proved=("b",)),
+    ],
+    "rsub": [
+        Case("rsub", lambda x: torch.rsub(x, x.shape[1], alpha=2), proved=("b",)),
+        Case("rsub of float16", lambda half: torch.rsub(half, half.shape[1]), proved=("b",)),
     ],
     "mul": [
         Case("mul by both", lambda x: x * (x.shape[0] * x.shape[1])),

@@ -65,8 +65,6 @@ ROWS = [
     P("split features", "b+ s+", lambda x: x.split([3, 5], -1)),
     P("unbound features", "b+ s+", lambda x: x.unbind(-1)[3]),
     P("flipped features", "b+ s+", lambda x: x.flip(-1)),
-    P("a replaced diagonal", "b+", lambda im: im.diagonal_scatter(im[..., 0], 0, 2, 3)),
-    P("a replaced diagonal of all pairs", "s~", lambda u, r: (u @ u.t()).diagonal_scatter(r)),
     P(
         "a whole in another order",
         "b+ s+",
@@ -202,8 +200,6 @@ MIXING = [
     P("batch norm in training", "b-", lambda v, p: F.batch_norm(v, None, None, p, p, training=True)),
     P("batch norm over tokens", "b- s-", lambda x: F.batch_norm(x.mT, None, None, training=True)),
     P("einsum over tokens", "b+ s-", lambda x, y: torch.einsum("bsd,btd->bsd", x, y)),
-    P("trace of the scores", "b+ s-", lambda x: (x @ x.mT).diagonal(dim1=1, dim2=2).sum(-1)),
-    P("diagonal of the scores", "b+ s~", lambda x: (x @ x.mT).diagonal(dim1=1, dim2=2)),
     P("mean loss", "b- s-", lambda x, ids: F.cross_entropy(x.mT, ids % 8)),
     P("count of a token", "b+ s-", lambda ids: (ids == 3).sum(1)),
     P("all rows agree", "b-", lambda v: (v > -1).all(0)),

@@ -222,7 +222,6 @@ VIEWS = [
     P("windows of two", "b+ s+", lambda x: torch.cat([x[:, :-1], x[:, 1:]], -1)),
     P("zeros before", "b+ s+", lambda x: F.pad(x, (0, 0, 2, 0))),
     P("features padded", "b+ s+", lambda x: F.pad(x, (1, 1))),
-    P("diagonal of a batch", "b~", lambda v: (v @ v.T).diagonal()),
     P("as strided", "b~", lambda v: v.as_strided((v.shape[0], 4), (8, 1))),
     P("expanded, then summed", "b+ s-", lambda v, r: v[:, None].expand(-1, r.shape[0], -1).sum(1)),
     P(

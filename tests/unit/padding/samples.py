@@ -278,8 +278,6 @@ SHAPES = [
     s("tril", lambda n: (t(2, n, 3),)),
     s("view_as_complex", lambda n: (t(n, 2),)),
     s("view_as_real", lambda n: (Drawn((n, 2), "complex"),)),
-    s("diagonal", lambda n: (t(n, 3, 3), 0, 1, 2)),
-    s("diagonal", lambda n: (t(n, n),)),
     *(
         s("slice.Tensor", lambda n, r=r: (t(2, n, 3), 1, *r))
         for r in ((1,), (0, 2), (0, -1), (-2,), (0, None, 2), (1, -1))
@@ -305,8 +303,6 @@ SHAPES = [
     s("slice_scatter", lambda n: (t(n, 4), t(n, 2), 1, 1, 3)),
     s("slice_scatter", lambda n: (t(n, 4), t(n - 1, 4), 0, 1)),
     s("slice_scatter", lambda n: (t(n, 4), t(n - 1, 4), 0, 0, n - 1)),
-    s("diagonal_scatter", lambda n: (t(n, 4, 4), t(n, 4), 0, 1, 2)),
-    s("diagonal_scatter", lambda n: (t(4, n, 4), t(n, 4), 0, 0, 2)),
     s("select_scatter", lambda n: (t(n, 4), t(4), 0, 1)),
     s("select_scatter", lambda n: (t(n, 4), t(n), 1, -1)),
     s("select_scatter", lambda n: (t(n, 4), t(4), 0, -1)),

@@ -33,7 +33,6 @@ CAUTIOUS = {
     "aten::any.dim": "one true entry decides",
     "aten::all.dim": "one false entry decides",
     "aten::avg_pool1d": "windows without a rest",
-    "aten::diagonal": "of a square that is padded",
     "aten::_scaled_dot_product_flash_attention_for_cpu": "its second result",
 }
 
