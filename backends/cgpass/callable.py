@@ -23,7 +23,6 @@ from graphpass.ranks.lockstep import LockstepGroups
 from graphpass.saved.files import UsedKeys
 
 _RUNS_BEFORE_ADVICE = 8
-_MAX_KNOWN = 64
 
 
 @saving.runs_compiled_ahead
