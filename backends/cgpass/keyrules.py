@@ -42,7 +42,6 @@ class AutoRules:
     #: {position: what fills its padding, unless the user says} of the inputs that have a padded field among their
     #: sizes: a number where a proof relies on it
     padded: Mapping[int, PadRule]
-    declared: frozenset[int]  #: positions of the inputs whose padding the user declared, or a proof relies on
     written: tuple[int, ...]  #: positions of the tensors that the graph writes to
     dynamic: tuple[int, ...]  #: positions of the tensors that are neither parameters nor buffers
     #: What a check writes to the padding of floats: random numbers; or copies of real entries, because an operator may
@@ -89,7 +88,6 @@ def dispatched(
             fixed=sizes.fixed,
         ),
         padded=positions,
-        declared=frozenset(p for p in positions if p in fills or parts.inputs[p].shown in settings.padding),
         written=parts.mutated_inputs,
         dynamic=tuple(p for p in sizes.layouts if not parts.inputs[p].is_static),
         check_contents="real" if proof.needs_real_contents else "random",  # guard: padding_index_of_floats

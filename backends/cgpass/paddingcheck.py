@@ -66,7 +66,8 @@ class PaddedCall:
         """Replay, restore the state, and return copies of all real entries of the replay."""
         for padded in self.call.inputs.all:
             padded.fill(self.args[padded.position])
-            if others is not None and padded.position not in self.rules.declared:
+            is_declared = padded.rule != "repeat" or padded.name in self.graphs.settings.padding
+            if others is not None and not is_declared:
                 others.fill(padded)
         with self.restoring(self.filled[p] for p in self.rules.written):  # guard: padding_check_undone
             found = {f"output {index}": part for index, part in self.call.results.real_parts(self.replay()).items()}
