@@ -33,7 +33,6 @@ from graphpass.compat.subclasses import is_opaque
 from graphpass.compile import (
     CompiledRegions,
     RegionCompiler,
-    SizeRanges,
     Tuner,
     Tuning,
     compile_training,
@@ -122,12 +121,11 @@ def _captured(
     partition_s = time.perf_counter() - start_s
     is_first = not runtime.callables()  # a later graph may begin after a graph break
     sizes = GraphSizes.of(parts, settings, is_first=is_first)
-    apart = sizes.compiled_apart(settings)
     # Proofs need aten graphs, and are about symbolic sizes. Without a trace the compiler uses its cache of AOT graphs.
     entries = {} if traced.appended is None or traced.appended.sizes is None else traced.appended.sizes.entries
     trace = PaddingPasses.of(parts, settings, entries) if parts.has_symbols() else None
     dynamo.forget_arguments(traced.whole.graph)
-    compiled = _compiled(name, parts, None if isinstance(apart, Reason) else apart, trace, runtime, settings)
+    compiled = _compiled(name, parts, sizes, trace, runtime, settings)
     known = runtime.owned(CallableCache).get(traced.key)
     if known is not None and known.runs(compiled.by_name):
         runtime.retraced(known.name)
@@ -226,7 +224,7 @@ def _unbound(*_: Any) -> Any:
 
 
 def _compiled(
-    name: str, parts: Partition, apart: SizeRanges | None, trace: Any, runtime: GraphRuntime, settings: Settings
+    name: str, parts: Partition, sizes: GraphSizes, trace: Any, runtime: GraphRuntime, settings: Settings
 ) -> CompiledRegions:
     """Compile the captured regions, so that they can be saved where ``warm_start`` asks for it.
 
@@ -235,11 +233,12 @@ def _compiled(
     """
     is_alone = current_context() is None and runtime.scopes.current() is None
     keeps = settings.tune is not None or settings.warm_start is not None
+    apart = sizes.compiled_apart(settings)
     with _compiling(settings)():
         return runtime.owned(RegionCompiler).compile(
             [region for region in parts.regions if region.kind == "captured"],
             settings.compiler,
-            apart,
+            None if isinstance(apart, Reason) else apart,
             trace=trace,
             tuning=_tuning(name, parts, runtime, settings),
             waits=settings.dispatches_itself() and is_alone and not keeps,
