@@ -81,7 +81,7 @@ _ARITHMETIC: Mapping[str, tuple[Any, Any]] = {
     "Abs": (aten.abs.default, operator.abs),
     "FloorDiv": (aten.div.Tensor_mode, operator.floordiv),
     "ToFloat": (prims.convert_element_type.default, torch.sym_float),
-    "TruncToInt": (aten._to_copy.default, torch.sym_int),
+    "TruncToInt": (aten.trunc.default, torch.sym_int),
     **dict.fromkeys(("IntTrueDiv", "FloatTrueDiv"), (aten.div.Tensor, operator.truediv)),
     **dict.fromkeys(("Mod", "PythonMod"), (aten.remainder.Tensor, operator.mod)),
 }
@@ -384,8 +384,8 @@ class _Writer:
         values = [self._real(part, shape if self._indices_in(part) else ()) for part in parts]
         if op is aten.abs.default:
             return self._at_the_start(op, *values)
-        if op is aten._to_copy.default:
-            return self._at_the_start(op, *values, dtype=torch.int64)
+        if op is aten.trunc.default:
+            return self._at_the_start(prims.convert_element_type.default, *values, torch.int64)
         if op in (prims.convert_element_type.default, aten.div.Tensor):
             wide = [self._at_the_start(prims.convert_element_type.default, value, torch.float64) for value in values]
             return wide[0] if len(wide) == 1 else self._at_the_start(aten.div.Tensor, *wide)

@@ -186,11 +186,6 @@ class GuardedSymbols:
     guards: tuple[sympy.Basic, ...]  #: boolean expressions that hold; of symbols that are equal they have one
 
     @classmethod
-    def from_graph(cls, gm: fx.GraphModule) -> GuardedSymbols:
-        """The guards that were recorded while ``gm`` was traced; empty for a graph without symbols."""
-        return cls.from_values(value_of(node) for node in gm.graph.nodes if node.op == "placeholder")
-
-    @classmethod
     def from_values(cls, values: Iterable[Any]) -> GuardedSymbols:
         """The guards in the shape environment of fake tensors and symbolic sizes."""
         shape_env = symbolic.shape_env_of(values)

@@ -246,6 +246,11 @@ def test_parameters_buffers_and_marked_inputs_are_static() -> None:
     assert [given.source_name for given in split.inputs if not given.is_static and given.source_name] == ["x"]
 
 
+def guards_of(gm: fx.GraphModule) -> GuardedSymbols:
+    """Those that were recorded while ``gm`` was traced."""
+    return GuardedSymbols.from_values(node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder"))
+
+
 def test_guards_exclude_sizes_with_the_constraint_as_text() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         assert x.shape[0] % 8 == 0
@@ -253,7 +258,7 @@ def test_guards_exclude_sizes_with_the_constraint_as_text() -> None:
 
     gm, split = traced(function, torch.rand(16))
     symbol = symbol_of_dim(split.inputs, "x", 0)
-    guards = GuardedSymbols.from_graph(gm)
+    guards = guards_of(gm)
     assert guards.ranges[symbol] == (2, 99)
     assert guards.excluded_by({symbol: 24}) is None
     assert guards.excluded_by({symbol: 1}) == f"{symbol} >= 2"
@@ -267,7 +272,7 @@ def test_a_guard_over_two_symbols_needs_both() -> None:
 
     gm, split = traced(function, torch.rand(7), torch.rand(5))
     x, y = (symbol_of_dim(split.inputs, name, 0) for name in "xy")
-    guards = GuardedSymbols.from_graph(gm)
+    guards = guards_of(gm)
     assert guards.excluded_by({x: 11}) is None
     assert guards.excluded_by({x: 11, y: 6}) is None
     assert "Ne(" in str(guards.excluded_by({x: 11, y: 5}))
@@ -275,7 +280,7 @@ def test_a_guard_over_two_symbols_needs_both() -> None:
 
 def test_a_static_graph_guards_nothing() -> None:
     split_from = fx.symbolic_trace(lambda x: x + 1)
-    assert GuardedSymbols.from_graph(split_from) == GuardedSymbols({}, ())
-    assert GuardedSymbols.from_graph(split_from).excluded_by({}) is None
+    assert guards_of(split_from) == GuardedSymbols({}, ())
+    assert guards_of(split_from).excluded_by({}) is None
     split = partition(split_from, example_inputs=(torch.rand(3),))
     assert symbol_of_dim(split.inputs, "x", 0) == 3
