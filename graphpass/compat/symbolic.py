@@ -292,13 +292,21 @@ def aten_graph_of(
     return graph, symbol, fake_mode
 
 
-def traced(function: Callable[..., Any], given: Sequence[Any], decompositions: Mapping[Any, Any]) -> fx.GraphModule:
-    """The operators of a call with fake tensors and sizes, with their values as metadata; it adds no guards."""
+def traced(
+    function: Callable[..., Any], given: Sequence[Any], decompositions: Mapping[Any, Any]
+) -> fx.GraphModule | None:
+    """The operators of a call with fake tensors and sizes, with their values as metadata; None if it fails.
+
+    It adds no guards.
+    """
     from torch.fx.experimental.proxy_tensor import make_fx
 
     fake_mode: Any = fake_mode_of(given)
     with torch.no_grad(), quiet_shapes(fake_mode), python_dispatcher(), fake_mode:
-        return make_fx(function, dict(decompositions), _allow_non_fake_inputs=True)(*given)
+        try:
+            return make_fx(function, dict(decompositions), _allow_non_fake_inputs=True)(*given)
+        except Exception:
+            return None
 
 
 def decompositions_of(operators: Iterable[Any]) -> Mapping[Any, Callable[..., Any]]:

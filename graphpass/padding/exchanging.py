@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from graphpass.compat import symbolic
 from graphpass.padding.opcall import words
+from graphpass.padding.table import rule_for
 
 aten = torch.ops.aten
 
@@ -38,11 +39,12 @@ def exchanged(
     return fx.GraphModule(graph_module, graph)
 
 
-def _is_mixed(node: fx.Node, padded: Collection[sympy.Symbol]) -> bool:
+def _is_mixed(node: Any, padded: Collection[sympy.Symbol]) -> bool:
     if node.target not in _EXCHANGES and node.target not in _decomposed():
         return False
-    # guard: made_exchanges
-    shapes = [one.meta["val"].shape[1:] for one in node.all_input_nodes if isinstance(one.meta.get("val"), Tensor)]
+    first = 0 if rule_for(node.target.name()) is None else 1  # guard: made_exchanges
+    values = (one.meta["val"] for one in node.all_input_nodes)
+    shapes = (value.shape[first:] for value in values if isinstance(value, Tensor))
     sizes = map(symbolic.expression_of, (size for shape in shapes for size in shape))
     return any(not size.free_symbols.isdisjoint(padded) for size in sizes if isinstance(size, sympy.Basic))
 
@@ -57,6 +59,8 @@ def _exchange(node: fx.Node, decompositions: Mapping[Any, Any]) -> None:
         return function(*args, **kwargs)
 
     traced = symbolic.traced(call, [one.meta["val"] for one in read], decompositions)
+    if traced is None:
+        return
     traced.graph.eliminate_dead_code()  # results that nothing reads would count
     inputs = dict(zip(traced.graph.find_nodes(op="placeholder"), read, strict=True))
     where = {key: one for key, one in node.meta.items() if key != "val"}
@@ -151,19 +155,32 @@ def transformer_layer(
     return x
 
 
+def adaptive_pool(x: Tensor, output_size: Sequence[int]) -> Tensor:
+    """Averages over parts of the last two dimensions. Torch's decomposition asks whether the traced sizes divide."""
+    for dim, parts in zip((x.dim() - 2, x.dim() - 1), output_size, strict=True):
+        size, part = x.shape[dim], torch.arange(parts, device=x.device)[:, None]
+        first, end = part * size // parts, ((part + 1) * size + parts - 1) // parts
+        at = torch.arange(size, device=x.device)
+        inside = ((at >= first) & (at < end)).view(parts, size, *[1] * (x.dim() - 1 - dim))
+        number = (end - first).view(parts, *[1] * (x.dim() - 1 - dim))
+        x = torch.where(inside, x.unsqueeze(dim), 0).sum(dim + 1) / number
+    return x
+
+
 _EXCHANGES: Mapping[Any, Callable[..., Any]] = {
     aten._transformer_encoder_layer_fwd.default: transformer_layer,
     aten._native_multi_head_attention.default: multi_head_attention,
+    aten._adaptive_avg_pool2d.default: adaptive_pool,
 }
-
-
-@functools.cache
-def _decomposed() -> Mapping[Any, Callable[..., Any]]:
-    """Operator -> the operators that torch says it consists of."""
-    return symbolic.decompositions_of(getattr(aten, name) for name in _DECOMPOSED)
 
 
 _DECOMPOSED = words(
     "upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_nearest1d upsample_nearest2d",
-    "_upsample_nearest_exact1d _upsample_nearest_exact2d _adaptive_avg_pool2d",
+    "_upsample_nearest_exact1d _upsample_nearest_exact2d _prelu_kernel",
 )
+"""Operators that consist of what torch says. None of these decompositions decides by the sizes of the traced call."""
+
+
+@functools.cache
+def _decomposed() -> Mapping[Any, Callable[..., Any]]:
+    return symbolic.decompositions_of(getattr(aten, name) for name in _DECOMPOSED)

@@ -105,6 +105,15 @@ def counted(operands: Operands, read: frozenset[int]) -> Ref | None:
     return operands.making.emit(REAL_SIZE, shape, size=start + step * _AT, counted=None)  # guard: made_ranges_apart
 
 
+def _places(flat: Any, sizes: Sequence[Size]) -> list[Any]:
+    """The index along each of some dimensions, from the one in the order of all their entries."""
+    places = []
+    for at, size in enumerate(sizes):
+        place = symbolic.floor_div(flat, product(tuple(sizes[at + 1 :])))
+        places.append(sympy.Mod(place, size, evaluate=False) if at else place)
+    return places
+
+
 def viewed(operands: Operands, read: frozenset[int]) -> Ref | None:
     """A view that cuts through padded sizes: each entry at its place in the order of the real ones."""
     call, shape, ref = operands.call, operands.node.result, operands.argument("self")
@@ -119,10 +128,7 @@ def viewed(operands: Operands, read: frozenset[int]) -> Ref | None:
     if not old or not is_zero_size(product(tuple(old)) - product(tuple(new))):
         return None
     flat: Any = sum(index * product(tuple(new[at + 1 :])) for at, index in zip(range(len(new)), INDEX, strict=False))
-    places = []
-    for at, size in enumerate(old):
-        place = symbolic.floor_div(flat, product(tuple(old[at + 1 :])))
-        places.append(sympy.Mod(place, size, evaluate=False) if at else place)
+    places = _places(flat, old)
     return operands.making.picked(ref, first, places, new) if len(new) <= len(INDEX) else None
 
 
@@ -145,13 +151,17 @@ def joined(operands: Operands, read: frozenset[int]) -> Ref | None:
     dim = call.dim(call.argument("dim", default=0), len(shape.sizes))
     start = sympy.Integer(0)
     result: Ref | None = None
-    for ref in refs:
-        value = making.value(ref)
+    for given in refs:
+        ref, value = given, making.value(given)
         # guard: made_parts_of_one_type
         if value.rank != len(shape.sizes) or value.dtype is not shape.dtype or value.factors[dim] == (0,):
             return None
-        size, length = product(value.factors[dim]), shape.sizes[dim]
-        part = making.picked(ref, dim, [repeated(_AT - start, size)], [length])
+        of_dim, size, length = value.factors[dim], product(value.factors[dim]), shape.sizes[dim]
+        if len(of_dim) > 1:
+            sizes = making.shape_of(ref).sizes
+            apart = (*sizes[:dim], *of_dim, *sizes[dim + 1 :])
+            ref = making.emit("aten::view", replace(making.shape_of(ref), sizes=apart), self=ref, size=apart)
+        part = making.picked(ref, dim, _places(repeated(_AT - start, size), of_dim or (1,)), [length])
         if part is not None and result is not None:
             part = _from_place_on(making, _AT - start, dim, shape, part, result)
         if part is None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.unit.padding.programs_moved import Case, all_are, special
 
 aten = torch.ops.aten
+BOTH = ("b", "s")
 
 
 def projections(w: Tensor) -> tuple[Any, ...]:
@@ -88,6 +89,14 @@ EXCHANGED: dict[str, list[Case]] = {
     "_adaptive_avg_pool2d": [
         Case("adaptive pool", lambda c: F.adaptive_avg_pool2d(c, (3, 2)), proved=("b",)),
         Case("adaptive pool of one size", lambda x: F.adaptive_avg_pool1d(x.mT, 3), proved=("b",)),
+        Case("adaptive pool that divides", lambda x: F.adaptive_avg_pool1d(x.mT, 5), proved=("b",)),
+        Case(
+            "adaptive pool, special", lambda x: F.adaptive_avg_pool1d(x.mT, 2), proved=("b",), contents={"x": special}
+        ),
+    ],
+    "_prelu_kernel": [
+        Case("prelu, summed", lambda x, p: aten._prelu_kernel(x, p).sum(1), proved=("b",)),
+        Case("prelu over merged sizes", lambda x, p: aten._prelu_kernel(x.flatten(0, 1), p).mean(0)),
     ],
 }
 

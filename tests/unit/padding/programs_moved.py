@@ -171,6 +171,8 @@ MOVED: dict[str, list[Case]] = {
         ),
     ],
     "cat": [
+        Case("cat behind merged sizes", lambda x, v: torch.cat([v, x.flatten(0, 1)]).softmax(0)),
+        Case("cat of merged sizes", lambda x, y: torch.cat([x.flatten(0, 1), y.flatten(0, 1)]).mean(0)),
         Case("one behind", lambda x, v: torch.cat([x, v[:, None]], 1), proved=("b",), contents={"x": special}),
         Case("one behind and summed", lambda x, v: torch.cat([x, v[:, None]], 1).mean(1), proved=("b",)),
         Case("one in front", lambda x, v: torch.cat([v[:, None], x], 1), proved=BOTH),
