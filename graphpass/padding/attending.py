@@ -163,10 +163,7 @@ def flex_attention(call: OpCall) -> Returned:
 
 # --- infinities: entries of a result that a mask, or an operator, makes infinite
 
-_ALSO_MOVES = words(
-    "copy_ movedim tril triu take_along_dim unfold index_copy index_fill index_add slice_scatter select_scatter",
-    "zero_padding",
-)
+_ALSO_MOVES = words("copy_ unfold slice_scatter select_scatter zero_padding")
 
 _HIDES = (attention, self_attention, multi_head_attention)
 """Rules of operators that give no weight to what a mask of -inf hides."""

@@ -47,10 +47,8 @@ class Asked:
 
     def num_proved(self, graph: AtenGraph) -> int:
         """How many key fields can be padded together in the graph as it is, earlier ones first."""
-        accepted: list[str] = []
-        for field in self.fields.values():
-            accepted += [] if self._walked(graph, [*accepted, field])[1] else [field]
-        return len(accepted)
+        proof = decided(self.fields, lambda candidates: self._walked(graph, candidates.values()))
+        return list(proof.verdicts.values()).count(Verdict.PROVED)
 
     def is_safe(self, graph: AtenGraph, fields: Collection[str]) -> bool:
         """Whether these key fields can be padded in the graph as it is, for any contents of real entries."""

@@ -302,9 +302,7 @@ _BY_POSITION = words("index _unsafe_index index_put _unsafe_index_put _unsafe_ma
 _ALONG_DIM = words("gather scatter scatter_add scatter_reduce")
 _PROBABILITIES = words("bernoulli binary_cross_entropy binomial multinomial poisson")
 
-_PLACES = words(
-    "argmax argmin argsort bucketize searchsorted sort topk kthvalue max min median nanmedian mode cummax cummin"
-)
+_PLACES = words("argmax argmin bucketize searchsorted sort topk kthvalue max min median nanmedian mode cummax cummin")
 """Operators that return integers for floats: places among the entries, which exist for all contents."""
 
 
@@ -401,20 +399,16 @@ def index_operands(call: OpCall) -> Iterator[tuple[ArgumentPath, PaddedValue, Fa
 # --- positions: values that depend on the index of an entry in its batch, where its entries must be independent
 
 _UNIFORM = words(
-    "full new_full zeros new_zeros zero ones new_ones zeros_like ones_like full_like fill scalar_tensor copy copy_"
-    " empty new_empty empty_like empty_strided new_empty_strided empty_permuted"
-    " view reshape _unsafe_view _reshape_alias view_copy flatten unflatten squeeze unsqueeze split_dim collapse_view"
-    " permute transpose t movedim expand broadcast_in_dim repeat view_as_complex view_as_real select"
-    " mm bmm matmul mv dot vdot addmm baddbmm addmv linear outer ger"
-    " sum mean any all prod amax amin var layer_norm native_layer_norm rms_norm _fused_rms_norm"
-    " rand randn randint rand_like randn_like randint_like bernoulli normal normal_functional uniform exponential"
-    " inductor_random inductor_randint native_dropout dropout"
+    "full new_full zeros new_zeros zero ones new_ones zeros_like ones_like full_like fill scalar_tensor copy",
+    "copy_ empty new_empty empty_like empty_strided new_empty_strided empty_permuted view _unsafe_view",
+    "reshape _reshape_alias view_copy squeeze unsqueeze split_dim collapse_view permute transpose t expand",
+    "broadcast_in_dim repeat view_as_complex view_as_real select mm bmm mv dot vdot addmm baddbmm addmv sum mean",
+    "any all prod amax amin var rand randn randint rand_like randn_like randint_like bernoulli normal",
+    "normal_functional uniform exponential inductor_random inductor_randint native_dropout dropout",
 )
 """Operators that give all entries along a size the same value, or values drawn alike, if their arguments do."""
 
-_UNIFORM_BESIDE_DIM = words(
-    "slice narrow split split_with_sizes unbind chunk cat stack cumsum cumprod flip roll _softmax softmax"
-)
+_UNIFORM_BESIDE_DIM = words("slice split split_with_sizes unbind cat stack cumsum cumprod flip roll _softmax")
 """Operators of which this holds along all dimensions except ``dim``."""
 
 _INDEX_ARGUMENTS = frozenset({"index", "indices"})

@@ -164,20 +164,17 @@ class _Reader:
         at = value.index - len(self._inputs) if isinstance(value, Ref) else -1
         return dict(self._nodes[at].arguments) if at >= 0 and self._nodes[at].op == op else {}
 
-    def shape_at(self, value: Any) -> TensorShape | None:
-        """The shape of an earlier value; None if it is no tensor."""
-        if not isinstance(value, Ref):
-            return None
-        at = value.index - len(self._inputs)
-        shape = self._nodes[at].result if at >= 0 else self._inputs[value.index]
-        return shape if isinstance(shape, TensorShape) else None
-
     def number(self, value: Any) -> Any:
-        """A number, or the size that an earlier value is."""
+        """A number, or what an earlier value is: the shape of a tensor, a size."""
         if not isinstance(value, Ref):
             return value
         at = value.index - len(self._inputs)
         return self._nodes[at].result if at >= 0 else self._inputs[value.index]
+
+    def shape_at(self, value: Any) -> TensorShape | None:
+        """The shape of an earlier value; None if it is no tensor."""
+        shape = self.number(value)
+        return shape if isinstance(shape, TensorShape) else None
 
     def _decomposed(self, node: fx.Node) -> Ref | None:
         """The result of an operator of the graph recorded as the operators that it consists of; None if it is not."""

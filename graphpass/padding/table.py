@@ -45,7 +45,7 @@ _KEEPS: list[tuple[PaddingRule, str]] = [
     ),
     (
         pointwise.cast,
-        "clone alias detach lift_fresh lift_fresh_copy _to_copy contiguous to positive graphpass::zero_padding"
+        "clone alias detach lift_fresh lift_fresh_copy _to_copy to graphpass::zero_padding"
         " | convert_element_type device_put view_of clone",
     ),
     (pointwise.copied, "copy copy_"),
@@ -80,16 +80,16 @@ _MIXES: list[tuple[PaddingRule, str]] = [
     (combining.convolution, "convolution _convolution"),
     (
         combining.windows(combining.is_least),
-        "max_pool1d max_pool2d max_pool3d max_pool2d_with_indices max_pool3d_with_indices"
+        "max_pool2d_with_indices max_pool3d_with_indices"
         " | _low_memory_max_pool_with_offsets _low_memory_max_pool2d_with_offsets",
     ),
-    (combining.windows(is_zero), "avg_pool1d avg_pool2d avg_pool3d"),
+    (combining.windows(is_zero), "avg_pool2d avg_pool3d"),
     (rearranging.framed, "unfold"),
     (
         mixes(combining.positions, "moves a window over"),
-        "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d"
-        " adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d upsample_nearest1d upsample_nearest2d"
-        " upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d"
+        "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d"
+        " upsample_nearest1d upsample_nearest2d upsample_nearest3d"
+        " _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d"
         " upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d _upsample_bilinear2d_aa"
         " _upsample_bicubic2d_aa",
     ),
