@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 
 from tests.fuzz.oracle import check
 from tests.fuzz.programs import Program, Seeded, choose_program, programs
@@ -30,6 +30,8 @@ def fuzzer_of(compiler: str, device: str = "cpu", **options: Any) -> Fuzzer:
     )
 
 
+# Each example is compiled, so a run has a quarter of those that its profile asks for.
+@settings(max_examples=settings().max_examples // 4)
 @given(program=programs())
 def test_what_hypothesis_writes_does_what_eager_does(program: Program) -> None:
     mismatch = check(program).mismatch
