@@ -154,7 +154,11 @@ def test_memory_is_exchanged_in_each_call(program: Callable[..., Any], options: 
 def test_no_size_is_padded_where_memory_is_exchanged(program: Callable[..., Any]) -> None:
     """Padded, the exchanged tensor would get padded memory, or the caller's argument none."""
     padded = {"dynamic_dims": {"x": 0}, "padding": {"x": 0.0}, "on_fallback": "silent"}
-    assert_equal(*exchanging(program, dynamic=True, **padded), [3, 3, 3, 5, 5, 7, 3, 5, 7])
+    compiled, *models = exchanging(program, dynamic=True, **padded)
+    assert_equal(compiled, *models, [3, 3, 3, 5, 5, 7, 3, 5, 7])
+    sizes = [size for record in gp.runtime_of(compiled).callables() for size in record.sizes]
+    assert sizes
+    assert not any(size.is_padded for size in sizes)
 
 
 def test_what_exchanges_no_memory_still_replays() -> None:

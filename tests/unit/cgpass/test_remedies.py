@@ -244,7 +244,7 @@ def test_encoder_layers_of_torch_are_padded(compiled: Make, model: nn.Module, ma
             agrees(fast.fast(src=x, **given), model(x, **given))
     record = fast.rt.report().figures.callables[0]
     padded = [size.field for size in record.sizes if size.is_padded]
-    assert padded == (["batch", "seq"] if masked else ["src[0]"])
+    assert padded == (["batch", "seq"] if masked else ["src[0]", "src[1]"])
 
 
 def test_a_size_that_is_written_in_two_ways_is_one_size(compiled: Make) -> None:
