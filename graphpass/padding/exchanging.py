@@ -167,11 +167,12 @@ def adaptive_pool(x: Tensor, output_size: Sequence[int]) -> Tensor:
     return x
 
 
-_EXCHANGES: Mapping[Any, Callable[..., Any]] = {
-    aten._transformer_encoder_layer_fwd.default: transformer_layer,
-    aten._native_multi_head_attention.default: multi_head_attention,
-    aten._adaptive_avg_pool2d.default: adaptive_pool,
+_NAMED: Mapping[str, Callable[..., Any]] = {
+    "_transformer_encoder_layer_fwd": transformer_layer,
+    "_native_multi_head_attention": multi_head_attention,
+    "_adaptive_avg_pool2d": adaptive_pool,
 }
+_EXCHANGES: Mapping[Any, Callable[..., Any]] = {getattr(aten, name).default: one for name, one in _NAMED.items()}
 
 
 _DECOMPOSED = words(
