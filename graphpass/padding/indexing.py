@@ -132,10 +132,13 @@ def _along(call: OpCall, value: PaddedValue, index: PaddedValue, dim: int, resul
     return result
 
 
-def embedding(call: OpCall) -> PaddedValue:
-    """The index's dimensions take the place of the rows of a table."""
-    table, index = call.tensor("weight"), call.tensor("indices")
-    return _along(call, table, index, 0, PaddedValue((*index.factors, *table.factors[1:])))
+def index_select(call: OpCall) -> PaddedValue:
+    """``index_select`` and ``embedding``: the index's dimensions take the place of one."""
+    value, index = call.tensor("self", "weight"), call.tensor("index", "indices")
+    dim = call.dim(call.argument("dim", default=0), value.rank)
+    pads = {place: pad for place, pad in value.padding if place[0] != dim} if call.name == "index_select" else {}
+    result = PaddedValue((*value.factors[:dim], *index.factors, *value.factors[dim + 1 :])).with_pads(pads)
+    return _along(call, value, index, dim, result)
 
 
 def embedding_bag(call: OpCall) -> Returned:
@@ -197,7 +200,7 @@ def bucketize(call: OpCall) -> PaddedValue:
 # --- writes: refused if the index or the source is padded along the written dimension
 
 
-WRITES = words("index_put _unsafe_index_put scatter scatter_add scatter_reduce")
+WRITES = words("index_put _unsafe_index_put scatter scatter_add scatter_reduce index_add index_copy index_fill")
 """Operators that write the entries that an index names."""
 
 
@@ -218,7 +221,9 @@ def drops_padding(call: OpCall, index: PaddedValue, of_dim: Factors) -> bool:
 
 
 def _adds(call: OpCall) -> bool:
-    return (call.name == "scatter_add" or call.argument("accumulate") or call.argument("reduce") == "sum") is True
+    return (
+        call.name in ("index_add", "scatter_add") or call.argument("accumulate") or call.argument("reduce") == "sum"
+    ) is True
 
 
 def _adds_zeros(call: OpCall, source: object, of_dim: Factors) -> bool:
@@ -245,6 +250,25 @@ def scatter(call: OpCall) -> PaddedValue:
     check_order(call, value.factors[dim])
     what, remedy = f"data selects which entries of dimension {dim} are written", HIDE_PADDING if _adds(call) else ""
     return _written(call, value.factors, source, by_contents(what, size, remedy))
+
+
+def index_add(call: OpCall) -> PaddedValue:
+    """``index_add``, ``index_copy``, ``index_fill``: an index selects the rows. Parts would wrap negative ones."""
+    value, index, source = call.tensor("self"), call.tensor("index"), call.argument("source", "value")
+    dim = call.dim(call.argument("dim"), value.rank)
+    listed: Factors = index.factors[0] if index.rank else ()
+    factors = list(value.factors)
+    if isinstance(source, PaddedValue) and source.rank and source.constant is None:
+        factors = call.unify_into(factors, source, dim)
+        if source.factors[dim] != listed and call.sizes.any_padded((*source.factors[dim], *listed)):
+            raise call.refuse(f"a source of rows {list(source.factors[dim])} for indices {list(listed)}")
+    of_dim: Factors = value.factors[dim] if value.rank else ()
+    size = call.sizes.first_padded(of_dim, listed)  # guard: proof_added_by_data
+    if size is None or drops_padding(call, index, of_dim) or _adds_zeros(call, source, of_dim):
+        return _written(call, tuple(factors), source)
+    check_order(call, of_dim)
+    what, remedy = f"data selects which entries of dimension {dim} are written", HIDE_PADDING if _adds(call) else ""
+    return _written(call, tuple(factors), source, by_contents(what, size, remedy))
 
 
 def index_put(call: OpCall) -> PaddedValue:
@@ -299,7 +323,7 @@ def _masked_put(call: OpCall, value: PaddedValue, values: PaddedValue, masks: Se
 _COUNTS = words("arange iota linspace real_size")
 _RUNNING = words("cumsum cumprod logcumsumexp cummax cummin")
 _BY_POSITION = words("index _unsafe_index index_put _unsafe_index_put _unsafe_masked_index")
-_ALONG_DIM = words("gather scatter scatter_add scatter_reduce")
+_ALONG_DIM = words("index_select gather scatter scatter_add scatter_reduce index_add index_copy index_fill")
 _PROBABILITIES = words("bernoulli binary_cross_entropy binomial multinomial poisson")
 
 _PLACES = words("argmax argmin bucketize searchsorted sort topk kthvalue max min median nanmedian mode cummax cummin")

@@ -297,8 +297,8 @@ def words(*lines: str) -> frozenset[str]:
 MOVES = words(
     "clone alias detach lift_fresh lift_fresh_copy _to_copy to convert_element_type copy fill view _unsafe_view",
     "reshape _reshape_alias view_copy squeeze unsqueeze permute transpose t expand broadcast_in_dim repeat select",
-    "slice split split_with_sizes unbind cat stack flip roll index _unsafe_index gather embedding constant_pad_nd",
-    "scatter index_put _unsafe_index_put amax amin max min sort topk kthvalue cummax cummin",
+    "slice split split_with_sizes unbind cat stack flip roll index _unsafe_index index_select gather embedding",
+    "constant_pad_nd scatter index_put _unsafe_index_put amax amin max min sort topk kthvalue cummax cummin",
 )
 """Operators whose results hold entries of their arguments, perhaps beside numbers."""
 

@@ -128,8 +128,8 @@ def _indices(operands: Operands) -> None:
             operands.filled(path, new_places(call, index), 0)  # guard: made_bounds
 
 
-_WRAPS = words("index _unsafe_index index_put _unsafe_index_put")
-_READS = words("index _unsafe_index gather embedding")
+_WRAPS = words("index _unsafe_index index_put _unsafe_index_put index_fill")
+_READS = words("index _unsafe_index gather index_select embedding")
 
 _ATTENTION = words(
     "scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu",

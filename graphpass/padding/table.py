@@ -138,11 +138,12 @@ _CONTRACTS: list[tuple[PaddingRule, str]] = [
 
 _INDEXES: list[tuple[PaddingRule, str]] = [
     (indexing.index, "index _unsafe_index"),
-    (indexing.embedding, "embedding"),
+    (indexing.index_select, "index_select embedding"),
     (indexing.embedding_bag, " ".join(indexing.BAGS)),
     (indexing.gather, "gather"),
     (indexing.bucketize, "bucketize"),
     (indexing.scatter, "scatter scatter_add scatter_reduce"),
+    (indexing.index_add, "index_add index_copy index_fill"),
     (indexing.index_put, "index_put _unsafe_index_put"),
 ]
 

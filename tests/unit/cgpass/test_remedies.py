@@ -188,7 +188,7 @@ REMEDIES: dict[str, Remedy] = {
     "what is added by index is hidden by a mask": Remedy(
         lambda x, index: torch.zeros(4, 6).index_add(0, index, x),
         [(torch.randn(n, 6), torch.arange(n) % 4) for n in (5, 6, 7)],
-        "data selects the entries that are written",
+        "data selects which entries of dimension 0 are written",
         "padding={'mask': 0}",
         remedied=lambda x, index, mask: torch.zeros(4, 6).index_add(0, index, x * mask[:, None]),
         remedied_calls=[(torch.randn(n, 6), torch.arange(n) % 4, torch.ones(n)) for n in (5, 6, 7)],

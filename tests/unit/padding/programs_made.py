@@ -44,7 +44,6 @@ def transposed(x: Tensor, w: Tensor) -> Tensor:
 IN_PARTS = words(
     "nansum count_nonzero linalg_vector_norm norm matmul im2col std std_mean native_group_norm native_layer_norm",
     "_native_batch_norm_legit _native_batch_norm_legit_functional _batch_norm_with_update_functional",
-    "index_add index_copy index_fill",
     "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d",
 )
 """Operators without a row of their own, which are repaired in the parts that they consist of."""
