@@ -143,8 +143,7 @@ class CaptureScope:
     def opened(self) -> Iterator[CaptureScope]:
         """Allow this thread's calls to capture keys that have no graph yet, in the body of the ``with``.
 
-        For many captures use :meth:`GraphRuntime.capturing <graphpass.capture.runtime.GraphRuntime.capturing>`, which
-        also freezes existing objects for the garbage collector.
+        For many captures use ``GraphRuntime.capturing``, which also freezes existing objects for the garbage collector.
         """
         with self.held(is_automatic=False) as scope:
             if scope is None:
