@@ -48,11 +48,11 @@ class ExactGraphs(RecurringSizes):
 
     def record(self, key: RecurringKey, real: tuple[int, ...]) -> RecurringSize | None:
         """The record of calls with these sizes, which ``key`` serves; None if it is no larger than they are."""
-        (real_rows, group), (key_rows, _) = self._rows(real), self._rows(key.sizes)
         if self._graphs.settings.graph_bytes == 0:
             return None
         if key.is_exact:
             return self.find(real)
+        (real_rows, group), (key_rows, _) = self._rows(real), self._rows(key.sizes)
         return self.size_of(real, group, real_rows, key_rows) if key_rows != real_rows else None
 
     def captured(self, key: RecurringKey, size: RecurringSize | None, calls: Row | None, seconds: float) -> None:

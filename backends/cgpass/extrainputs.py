@@ -53,7 +53,7 @@ class RealSizes:
 
     def of(self, args: Sequence[Any]) -> torch.Tensor:
         """The vector for a call with these arguments."""
-        sizes = tuple([args[p] if dim is None else args[p].shape[dim] for p, dim in self._places])
+        sizes = symbolic.sizes_at(self._places, args)
         vector = self._vectors.get(sizes)  # guard: real_size_of_the_call
         if vector is None:
             if len(self._vectors) >= _MAX_REMEMBERED:
@@ -137,7 +137,7 @@ def append_made(graph: fx.Graph) -> MadeInputs | None:
         graph.erase_node(node)
 
     def made(args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-        sizes = {symbol: args[p] if dim is None else args[p].shape[dim] for symbol, (p, dim) in read.items()}
+        sizes = dict(zip(read, symbolic.sizes_at(read.values(), args), strict=True))
         with torch.inference_mode(False), torch.no_grad():
             return part.run(*[value_at(size, sizes) for size in part.sizes])
 

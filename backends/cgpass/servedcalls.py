@@ -24,6 +24,7 @@ from cgpass.namedsizes import InputLayout, value_at
 from cgpass.wrappers import CallableGraphs
 from graphpass.capture.replay import GraphEntry
 from graphpass.capture.staging import storage_id
+from graphpass.compat import symbolic
 from graphpass.dispatch.owngraphs import RecurringSize
 from graphpass.dispatch.recurring import RecurringKey
 from graphpass.ledger import Row
@@ -131,7 +132,7 @@ class ServedCalls:
 
     def sizes(self, args: Sequence[Any]) -> tuple[int, ...]:
         """The real size of each key field."""
-        return tuple([args[p] if dim is None else args[p].shape[dim] for p, dim in self._places])
+        return symbolic.sizes_at(self._places, args)
 
     def num_bytes(self) -> int:
         """Bytes of the padded inputs."""

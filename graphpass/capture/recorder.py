@@ -62,14 +62,20 @@ _FULL_HOLDS_IT = (
 # -- the call ---------------------------------------------------------------------------------------------------------
 
 
-Roles = Mapping[str, frozenset[int | str]]
-"""{``static``, ``mutated``, ``module_owned`` or ``layout``: the arguments of a wrapper that it declares so}, each a
-position or a keyword's name."""
+@dataclass(frozen=True, slots=True)
+class InputRoles:
+    """The roles that a wrapper's creator declared; each argument is a position or a keyword's name."""
+
+    static: frozenset[int | str]  #: arguments whose address a graph may bake in
+    mutated: frozenset[int | str]  #: arguments that the region writes to
+    module_owned: frozenset[int | str]  #: static arguments that a module owns; graphs do not keep their memory
+    layout: frozenset[int | str]  #: numbers that describe the memory layout of tensors
+    names: tuple[str, ...]  #: a name for each positional argument, for errors
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The arguments of one call as flat leaves, and the flat positions of each of :data:`Roles`."""
+    """The arguments of one call as flat leaves, and the flat positions of each role of :class:`InputRoles`."""
 
     leaves: Sequence[Any]  #: all values in the arguments, in order
     spec: Any  #: the structure that turns leaves back into ``(args, kwargs)``; later calls compare with this object
@@ -80,15 +86,13 @@ class Call:
     layout: frozenset[int]
 
     @classmethod
-    def of(
-        cls, args: Sequence[Any], kwargs: Mapping[str, Any], roles: Roles, input_names: Sequence[str], *, spec: Any
-    ) -> Call:
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any], roles: InputRoles, *, spec: Any) -> Call:
         """The call with ``args`` and ``kwargs``, whose structure is ``spec``."""
         leaves: list[Any] = []
         names: list[str] = []
         positions: dict[int | str, range] = {}
         arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-        stems = [*input_names[: len(args)], *map(str, range(len(input_names), len(args))), *kwargs]
+        stems = [*roles.names[: len(args)], *map(str, range(len(roles.names), len(args))), *kwargs]
         for (argument, value), stem in zip(arguments, stems, strict=True):
             own = trees.flatten(value)[0]
             names += [stem] if len(own) == 1 else [f"{stem}[{index}]" for index in range(len(own))]
@@ -96,21 +100,20 @@ class Call:
             leaves += own
         tensors = {p for p, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
 
-        of = {
-            role: frozenset(p for argument in arguments for p in positions.get(argument, ()))
-            for role, arguments in roles.items()
-        }
+        def of_role(arguments: Collection[int | str]) -> frozenset[int]:
+            return frozenset(p for argument in arguments for p in positions.get(argument, ()))
+
         parameters = {p for p in tensors if isinstance(leaves[p], torch.nn.Parameter)}
         marked = {p for p in tensors if memory.has_static_address(leaves[p])}
-        owned = (of["module_owned"] & tensors) | parameters
+        owned = (of_role(roles.module_owned) & tensors) | parameters
         return cls(
             leaves=leaves,
             spec=spec,
             names=tuple(names),
-            static=(of["static"] & tensors) | owned | marked,
-            mutated=of["mutated"] & tensors,
+            static=(of_role(roles.static) & tensors) | owned | marked,
+            mutated=of_role(roles.mutated) & tensors,
             module_owned=owned,
-            layout=of["layout"],
+            layout=of_role(roles.layout),
         )
 
     def sharing(self, positions: Collection[int]) -> frozenset[int]:

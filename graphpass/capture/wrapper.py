@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from graphpass.capture.compare import compared
-from graphpass.capture.recorder import Call, Recorder
+from graphpass.capture.recorder import Call, InputRoles, Recorder
 from graphpass.capture.replay import (
     EntryTable,
     GraphEntry,
@@ -105,13 +105,13 @@ class CUDAGraphWrapper:
         self._runtime = runtime
         self.region = name if isinstance(name, RegionId) else RegionId(name)
         self.name = str(self.region)
-        self._roles = {
-            "static": frozenset(static_inputs),
-            "mutated": frozenset(mutated_inputs),
-            "module_owned": frozenset(module_inputs),
-            "layout": frozenset(layout_inputs),
-        }
-        self._input_names = tuple(input_names)
+        self._roles = InputRoles(
+            static=frozenset(static_inputs),
+            mutated=frozenset(mutated_inputs),
+            module_owned=frozenset(module_inputs),
+            layout=frozenset(layout_inputs),
+            names=tuple(input_names),
+        )
         self._policy = policy or CapturePolicy()
         self._clones = self._policy.clones_outputs
         self.table = EntryTable(self.region, self.mode)  #: its graphs, by key
@@ -250,8 +250,7 @@ class CUDAGraphWrapper:
             return elsewhere, None
         args, kwargs = trees.unflatten(leaves, spec)
         try:
-            call = Call.of(args, kwargs, self._roles, self._input_names, spec=spec)
-            return self._capture(context, descriptor, call, permission)
+            return self._capture(context, descriptor, Call.of(args, kwargs, self._roles, spec=spec), permission)
         except Exception as error:
             is_alone = not isinstance(error, AgreementError)  # else the other ranks are elsewhere
             if permission is not Permission.AUTOMATIC or self.mode is CUDAGraphMode.FULL or not is_alone:

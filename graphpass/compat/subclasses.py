@@ -121,6 +121,11 @@ def rebuild_of(wrapper: Any, given: list[Any]) -> Rebuild:
             how = given.append(part)  # type: ignore[func-returns-value]
         parts.append((name, how))
     num_before = len(given)
+
+    def varying(size: torch.SymInt) -> VaryingSize:
+        given.append(size)
+        return VaryingSize()
+
     metadata = (wrapper.__tensor_flatten__()[1], tuple(wrapper.size()), tuple(wrapper.stride()))
-    metadata = trees.map_only(torch.SymInt, lambda size: given.append(size) or VaryingSize(), metadata)  # type: ignore[func-returns-value]
+    metadata = trees.map_only(torch.SymInt, varying, metadata)
     return Rebuild(type(wrapper), tuple(parts), metadata, len(given) - num_before)

@@ -168,6 +168,11 @@ def places_of(
     return {size: place for size, place in (places | of_ints).items() if isinstance(size, sympy.Symbol)}
 
 
+def sizes_at(places: Iterable[tuple[int, int | None]], args: Sequence[Any]) -> tuple[int, ...]:
+    """The sizes that arguments have at places as :func:`places_of` returns them."""
+    return tuple([args[position] if dim is None else args[position].shape[dim] for position, dim in places])
+
+
 def is_unbacked(symbol: sympy.Symbol) -> bool:
     """Whether ``symbol`` depends on data and is known only at run time (``.item()``, the row count of ``nonzero``)."""
     from torch.utils._sympy.symbol import SymT, symbol_is_type

@@ -255,11 +255,6 @@ def symbols_of(examples: Iterable[Any]) -> tuple[sympy.Symbol, ...]:
     return tuple(dict.fromkeys(symbol for value in examples for symbol in _symbols_in(value)))
 
 
-def sizes_at(places: Iterable[tuple[int, int | None]], args: Sequence[Any]) -> tuple[int, ...]:
-    """The sizes that arguments have at these :func:`places <graphpass.compat.symbolic.places_of>`."""
-    return tuple([args[position] if dim is None else args[position].shape[dim] for position, dim in places])
-
-
 def _symbols_in(value: Any) -> list[sympy.Symbol]:
     numbers = [value]
     if isinstance(value, torch.Tensor):

@@ -20,7 +20,7 @@ from torch import fx
 
 from graphpass.compat import configuration, symbolic
 from graphpass.compile.compilers import summary
-from graphpass.compile.structure import sharing_of, sizes_at, symbols_of
+from graphpass.compile.structure import sharing_of, symbols_of
 from graphpass.ledger import Ledger, Reason, Row
 from graphpass.progress import progress_bar
 from graphpass.report.records import TUNED, UNTUNED, RegionId
@@ -61,7 +61,7 @@ class SizedArtifact:
 
     def serves(self, args: Sequence[Any]) -> bool:
         """Whether the artifact is valid for arguments of these sizes; known from the second time on."""
-        sizes = sizes_at(self.places, args)
+        sizes = symbolic.sizes_at(self.places, args)
         if sizes not in self._served:
             numbers = {symbol: sympy.Integer(size) for symbol, size in zip(self.symbols, sizes, strict=True)}
             self._served[sizes] = all(
@@ -197,7 +197,8 @@ class TunedRegion:
 
     def _ranges_of(self, args: Sequence[Any]) -> tuple[int, ...]:
         """The range that the size of each symbol is in."""
-        return tuple(map(_range_of, sizes_at(filter(None, self._symbols.values()), args)))  # guard: tuned_by_range
+        sizes = symbolic.sizes_at(filter(None, self._symbols.values()), args)
+        return tuple(map(_range_of, sizes))  # guard: tuned_by_range
 
     def _where(self, ranges: tuple[int, ...]) -> str:
         return f"{self._id} {_named(ranges)}".rstrip()
@@ -250,7 +251,7 @@ class TunedRegion:
             symbol: _within(_RANGES[number], self._bounds[symbol])
             for symbol, number in zip(self._symbols, ranges, strict=True)
         }
-        sizes = sizes_at(filter(None, self._symbols.values()), args)
+        sizes = symbolic.sizes_at(filter(None, self._symbols.values()), args)
         with torch.inference_mode(False), torch.no_grad():
             made = self._compile_within(bounds, dict(zip(bounds, sizes, strict=True)), settings=settings)
         if made is None or not made.serves(args):

@@ -34,8 +34,9 @@ def exchanged(
         return graph_module
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(graph_module.graph, copies))
+    decompositions = {**decompositions, **_decomposed()}
     for node in map(copies.__getitem__, found):
-        _exchange(node, {**decompositions, **_decomposed()})
+        _exchange(node, decompositions)
     return fx.GraphModule(graph_module, graph)
 
 
