@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.combinations import each_row_once
-from tests.order import costliest_first, left_to_accept, write_costs
+from tests.order import costliest_first, left_to_accept, shuffled, write_costs
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +69,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-combinations", action="store_true", help="run tests with every combination of parameters")
     parser.addoption("--write-costs", action="store_true", help="write down what each file takes")
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="files and the tests of each in an order of this seed")
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -88,7 +89,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         taken = each_row_once(item for item in items if item not in left_out)
         config.hook.pytest_deselected(items=[item for item in items if item not in taken])
         items[:] = [item for item in items if item in taken]
-    items[:] = costliest_first(items)
+    seed = config.option.shuffle
+    items[:] = costliest_first(items) if seed is None else shuffled(items, seed)
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if not marked:
         return

@@ -5,6 +5,7 @@ Two processes take whole files: a long one at the end would leave a process with
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -28,6 +29,17 @@ def costliest_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """The items by the costs of their files as :func:`write_costs` has measured them, and as they came where equal."""
     costs = read_costs()
     return sorted(items, key=lambda item: -costs.get(item.nodeid.partition("::")[0], 0))
+
+
+def shuffled(items: Iterable[pytest.Item], seed: int) -> list[pytest.Item]:
+    """The items by files and, in each file, by tests in an order of this seed: what depends on an order fails."""
+    by_file: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        by_file.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    chance = random.Random(seed)
+    files = [chance.sample(of_file, len(of_file)) for of_file in by_file.values()]
+    chance.shuffle(files)
+    return [item for of_file in files for item in of_file]
 
 
 def read_costs() -> dict[str, int]:

@@ -54,3 +54,12 @@ def test_the_longest_files_come_first_and_others_as_they_came(tmp_path: Path, mo
     assert order.read_costs() == {"d.py": 24, "gone.py": 12, "b.py": 9}
     found = [item.nodeid for item in order.costliest_first(items("a.py", "b.py", "c.py", "d.py"))]
     assert found == ["d.py::test_one", "b.py::test_one", "a.py::test_one", "c.py::test_one"]
+
+
+def test_a_seed_shuffles_files_and_the_tests_of_each() -> None:
+    names = [f"{file}::test_{n}" for file in "abc" for n in range(9)]
+    taken = [Item(name, Path(name), None) for name in names]
+    orders = [[item.nodeid for item in order.shuffled(taken, seed)] for seed in (0, 0, 1)]  # type: ignore[arg-type]
+    assert orders[0] == orders[1] != orders[2]
+    assert sorted(orders[0]) == names != sorted(orders[0], key=lambda name: name[0])
+    assert len({name[0] for name in orders[0][:9]}) == 1, "a file stays in one piece"
