@@ -26,14 +26,6 @@ def plus_one(x: torch.Tensor) -> torch.Tensor:
 # -- row 1: no context, NONE, another mode -----------------------------------------------------------------------------
 
 
-def test_without_a_context_it_calls_the_region(rig: Any) -> None:
-    wrapper = rig.wrap(plus_one)
-    with rig.runtime.capturing():
-        assert torch.equal(wrapper(X), X + 1)
-    assert wrapper.unwrap().calls == 1
-    assert rig.runtime.counts() == {}
-
-
 @pytest.mark.parametrize(("mode", "other"), [("FULL", "PIECEWISE"), ("PIECEWISE", "FULL"), ("FULL", "NONE")])
 @pytest.mark.parametrize("captured", [False, True])
 def test_under_another_mode_it_calls_the_region(rig: Any, mode: str, other: str, captured: bool) -> None:
@@ -103,15 +95,6 @@ def test_a_closed_capture_names_mode_key_and_what_there_is(rig: Any) -> None:
 
 
 # -- row 4: present ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_a_replay_runs_no_python_of_the_region(rig: Any, mode: str) -> None:
-    wrapper = rig.captured(rig.wrap(plus_one, mode), X, at_mode=mode)
-    for step in range(5):
-        assert torch.equal(rig.call(wrapper, X * step, at_mode=mode), X * step + 1)
-    assert wrapper.unwrap().calls == 2
-    assert rig.counts(wrapper) == Counts(warmed=1, captured=1, replayed=6, copied=6, static_sets=1)
 
 
 def test_descriptors_that_differ_in_extra_are_two_keys(rig: Any) -> None:

@@ -72,49 +72,15 @@ def mean_pooling(x: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
     return total / count.clamp(min=1)[:, None]
 
 
-def mean_by_scatter_reduce(x: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
-    index = batch[:, None].expand_as(x)
-    empty = torch.zeros(NUM_GRAPHS, x.shape[1], dtype=x.dtype, device=x.device)
-    return empty.scatter_reduce(0, index, x, "mean", include_self=False)
-
-
 LEAKS: Mapping[str, Program] = {
     "mean pooling": Program(lambda dtype: mean_pooling, graph, GRAPH),
-    "scatter_reduce": Program(lambda dtype: mean_by_scatter_reduce, graph, GRAPH),
     "mean": of(lambda x: x.mean(0)),
-    "sum over the number": of(lambda x: x.sum(0) / x.shape[0]),
-    "variance": of(lambda x: x.var(0)),
     "centred": of(lambda x: x - x.mean(0, keepdim=True)),
     "softmax": of(lambda x: x.softmax(0).sum(1)),
     "batch norm in training": module(lambda: nn.BatchNorm1d(8), training=True),
-    "instance norm": of(lambda x: F.instance_norm(x.t()[None])),
-    "group norm": of(lambda x: F.group_norm(x.t()[None], 4)),
-    "scaled by the number": of(lambda x: x * x.shape[0] ** -0.5),
-    "einsum average": of(lambda x: torch.einsum("nf,ng->fg", x, x) / x.shape[0]),
     "relative positions": of(lambda x: x + (torch.arange(x.shape[0], device=x.device) / x.shape[0])[:, None]),
     "attention of a query": of(lambda x: F.scaled_dot_product_attention(x[None, :1] / 9, x[None], x[None])),
-    "adaptive pool": of(lambda x: F.adaptive_avg_pool1d(x.t()[None], 1)),
-    "mean and a masked logit": of(lambda x: torch.cat([x.mean(0), torch.full((2,), -1e30, dtype=x.dtype)])),
 }
-
-
-def tokens(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    mask = torch.arange(rows)[None] < torch.tensor([[rows], [rows // 2]])
-    return torch.randint(2, 50, (2, rows)).where(mask, 1), mask.long()
-
-
-class Positions(nn.Module):
-    """Position ids from the mask, as XLM-R makes them from the ids."""
-
-    def __init__(self, *, from_ids: bool) -> None:
-        super().__init__()
-        self.words, self.positions = nn.Embedding(50, 8), nn.Embedding(1100, 8)
-        self.from_ids = from_ids
-
-    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        seen = ids.ne(1).long() if self.from_ids else mask
-        x = self.words(ids) + self.positions(seen.cumsum(1) * seen)
-        return (x * mask[:, :, None].to(x.dtype)).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
 
 
 def sum_pooling(x: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
@@ -137,16 +103,6 @@ def masked_attention(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(x, x, x, attn_mask=seen)
 
 
-def edges_of(rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    nodes = torch.cat([torch.randn(10, 8), torch.zeros(1, 8)]).to(dtype)
-    return nodes, torch.randint(10, (rows,)), torch.randint(10, (rows,))
-
-
-def messages(nodes: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Padded edges lead from a row without features to itself."""
-    return torch.zeros_like(nodes).index_add(0, target, nodes[source])[:-1]
-
-
 def written(x: torch.Tensor) -> torch.Tensor:
     x.mul_(2)
     return x + 1
@@ -154,34 +110,15 @@ def written(x: torch.Tensor) -> torch.Tensor:
 
 TRASH = MappingProxyType({**GRAPH, "padding": {"x": 0.0, "batch": NUM_GRAPHS}})
 MASKED = MappingProxyType({"dynamic_dims": {"x": 0, "mask": 0}, "padding": {"x": 0.0, "mask": 0.0}})
-TEXT = MappingProxyType({"dynamic_dims": {"ids": 1, "mask": 1}, "padding": {"ids": 1, "mask": 0}})
-EDGES = MappingProxyType({"dynamic_dims": {"source": 0, "target": 0}, "padding": {"source": 10, "target": 10}})
-
-
-def with_parameters(make: Callable[[], nn.Module]) -> Callable[[torch.dtype], Callable[..., Any]]:
-    return lambda dtype: make().to(dtype).eval()
 
 
 RIGHT: Mapping[str, Program] = {
-    "positions from the mask": Program(with_parameters(lambda: Positions(from_ids=False)), tokens, TEXT),
-    "positions from the ids": Program(with_parameters(lambda: Positions(from_ids=True)), tokens, TEXT),
-    "sum pooling": Program(lambda dtype: sum_pooling, graph, TRASH),
     "mean pooling with a trash row": Program(lambda dtype: mean_with_a_trash_row, graph, TRASH),
-    "messages along edges": Program(lambda dtype: messages, edges_of, EDGES),
     "masked attention": Program(lambda dtype: masked_attention, masked_rows, MASKED),
-    "masked maximum": Program(
-        lambda dtype: lambda x, mask: x.masked_fill(mask[:, None] == 0, float("-inf")).amax(0),
-        masked_rows,
-        MASKED,
-    ),
     "not a number in a row": Program(lambda dtype: lambda x, mask: x / mask[:, None], masked_rows, MASKED),
     "count": Program(lambda dtype: lambda x, mask: mask.sum().long() + x.long(), masked_rows, MASKED),
     "multilayer perceptron": module(lambda: nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))),
-    "batch norm in eval": module(lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))),
-    "sorted rows": of(lambda x: x.sort(1)[0]),
-    "cumulative sum": of(lambda x: x.cumsum(0)),
     "written": of(written),
-    "a sum": of(lambda x: x.sum(0)),
 }
 
 

@@ -180,20 +180,6 @@ def test_set_grad_enabled_inside_the_model(keyed: Make, compiler: str) -> None:
         assert fast.tally(mode) == {(f"g1.{region}", 4): (1, 2)}
 
 
-@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
-def test_results_are_of_the_kind_that_eagers_are(keyed: Make, around: Callable[[], Any]) -> None:
-    model = Attended()
-    fast = keyed(model)
-    with around():
-        fast.capture()
-        for mode in BOTH:
-            x = torch.randn(4, 6)
-            got, want = fast.at(mode, 4, x), model(x)
-            agrees(got, want)
-            assert (got.is_inference(), got.requires_grad) == (want.is_inference(), want.requires_grad)
-    assert fast.uses() == {(1, 2)}
-
-
 # Transforms of ``torch.func`` and forward-mode AD around what is compiled: right, or refused by name; never frozen.
 
 

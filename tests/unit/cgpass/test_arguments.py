@@ -13,7 +13,7 @@ from torch import nn
 
 from graphpass import BatchDescriptor
 from graphpass.errors import CaptureError
-from tests.unit.cgpass.attended import ALL_REGIONS, COMPILERS, MODES, Make
+from tests.unit.cgpass.attended import ALL_REGIONS, COMPILERS, Make
 from tests.unit.compiled import BOTH, agrees
 from tests.unit.models import module
 
@@ -56,19 +56,6 @@ def draws(x: torch.Tensor, generator: torch.Generator | None = None) -> torch.Te
 
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
-
-
-@MODES
-def test_an_explicit_generator_advances_and_reseeding_reproduces(keyed: Make, mode: str) -> None:
-    fast = keyed(draws)
-    x, mine, eagers, default = torch.randn(4, 6), seeded(5), seeded(5), torch.get_rng_state()
-    got = [fast.at(mode, 4, x, mine, capture=step == 0) for step in range(4)]
-    want = [draws(x, eagers) for _ in range(4)]
-    agrees(got, want)
-    assert torch.equal(mine.get_state(), eagers.get_state())
-    assert torch.equal(torch.get_rng_state(), default), "the default generator was not touched"
-    mine.manual_seed(5)
-    agrees([fast.at(mode, 4, x, mine) for _ in range(4)], want)
 
 
 @COMPILERS

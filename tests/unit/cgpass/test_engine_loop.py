@@ -1,14 +1,9 @@
-"""The documented engine loop: one compilation a graph, captures inside ``capturing()`` alone, replays afterwards.
-
-The loop is run as its guide prints it, and as engines write it: with buffers made in one way or another.
-"""
+"""The loop of an engine: one compilation a graph, captures inside ``capturing()`` only, replays afterwards."""
 
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +14,6 @@ from torch._dynamo.utils import counters
 import graphpass as gp
 from graphpass import BatchDescriptor, CudagraphDispatcher, CUDAGraphMode, GraphRuntime
 
-GUIDE = Path(__file__).parents[3] / "docs" / "manager.md"
 SIZES = [1, 2, 4, 8]
 
 
@@ -35,30 +29,6 @@ def _fresh_counters() -> None:
 
 def captures_and_replays(rt: GraphRuntime) -> dict[tuple[str, BatchDescriptor], tuple[int, int]]:
     return {(str(mode), key): (c.captured, c.replayed) for (_, mode, key), c in rt.counts().items()}
-
-
-def test_the_guides_loop_as_printed() -> None:
-    code = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)[-1]
-    loop, served = code.split("    step = dispatcher.dispatch(")
-    served = "    step = dispatcher.dispatch(" + served.split("\n\nwith torch.no_grad()")[0]
-    names: dict[str, Any] = {"torch": torch, "graphpass": gp, "device": "cpu"}
-
-    exec(compile(loop, str(GUIDE), "exec"), names)
-    rt = names["runtime"]
-    keys = [key for _, descriptors in names["dispatcher"].capture_plan() for key in descriptors]
-    assert captures_and_replays(rt) == {("FULL", key): (1, 1) for key in keys}
-    assert [key.num_tokens for key in keys] == SIZES[::-1]
-    assert (graphs_of_dynamo(), rt.stats().callables, rt.compiled()) == (2, 2, 2), "sizes from 2 on, and size 1"
-
-    served = "with torch.inference_mode():\n" + served
-    for _ in range(3):
-        exec(compile(served, str(GUIDE), "exec"), names)
-        with torch.no_grad():
-            torch.testing.assert_close(names["result"], names["model"](names["rows"]))
-    assert graphs_of_dynamo() == 2
-    assert rt.stats().captured == len(SIZES)
-    assert rt.stats().replayed == len(SIZES) + 3
-    rt.close()
 
 
 class Decoder(nn.Module):

@@ -177,16 +177,6 @@ def test_a_saved_start_is_loaded_and_pads(compiled: Make, tmp_path: Path) -> Non
     assert loaded.is_padded
 
 
-@SAVES_AOT_EAGER
-def test_a_start_that_never_pads_is_not_loaded_by_one_that_does(compiled: Make, tmp_path: Path) -> None:
-    never = made(compiled, mean, warm_start=tmp_path, padding="never")
-    never.serve(of_calls(SIZES))
-    fast = made(compiled, mean, warm_start=tmp_path)
-    fast.serve(of_calls(SIZES), passes=2)
-    assert fast.is_padded
-    assert fast.rt.compiled() == 1
-
-
 class Mean(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.mean(1) + x[:, -1]

@@ -6,6 +6,7 @@ on the CPU the decompositions of a compiled optimizer may round differently from
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,16 +18,8 @@ from torch import nn, optim
 
 import graphpass as gp
 from graphpass.errors import OptionError, ShapeError
-from tests.optimizer_events import (
-    Event,
-    data_is_replaced,
-    lr_is_refilled,
-    nothing,
-    parameters,
-    state_is_loaded,
-    state_of,
-)
 
+Event = Callable[[int, optim.Optimizer], None]
 STEPS = 8
 FLOATING = [
     pytest.param(optim.SGD, {"lr": 0.1}, id="SGD", marks=pytest.mark.soak),
@@ -52,9 +45,23 @@ WITHOUT_GRAPH = [
 ]
 
 
-def weights(count: int = 3) -> list[nn.Parameter]:
+def nothing(number: int, optimizer: optim.Optimizer) -> None:
+    """No event between the steps."""
+
+
+def parameters(optimizer: optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def state_of(optimizer: optim.Optimizer) -> list[torch.Tensor]:
+    """Copies of the parameters and of the optimizer's tensors."""
+    state = [t for values in optimizer.state.values() for t in values.values() if isinstance(t, torch.Tensor)]
+    return [t.detach().clone() for t in (*parameters(optimizer), *state)]
+
+
+def weights(device: str = "cpu") -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(1)
-    return [nn.Parameter(torch.randn(4, 3, generator=generator)) for _ in range(count)]
+    return [nn.Parameter(torch.randn(4, 3, generator=generator).to(device)) for _ in range(3)]
 
 
 def trained(
@@ -67,7 +74,7 @@ def trained(
         event(number, optimizer)
         optimizer.zero_grad(set_to_none=True)
         for p in parameters(optimizer):
-            grad = torch.randn(p.shape, generator=generator)
+            grad = torch.randn(p.shape, generator=generator).to(p.device)
             p.grad = grad.to_sparse(1) if isinstance(optimizer, optim.SparseAdam) else grad
         step()
         after.append(state_of(optimizer))
@@ -163,6 +170,35 @@ def lr_halves() -> Event:
     def event(number: int, optimizer: optim.Optimizer) -> None:
         if number in (3, 5):
             optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] * 0.5
+
+    return event
+
+
+def lr_is_refilled() -> Event:
+    def event(number: int, optimizer: optim.Optimizer) -> None:
+        if number in (3, 5):
+            optimizer.param_groups[0]["lr"].mul_(0.5)
+
+    return event
+
+
+def state_is_loaded() -> Event:
+    saved: list[dict[str, Any]] = []
+
+    def event(number: int, optimizer: optim.Optimizer) -> None:
+        if number == 2:
+            saved.append(copy.deepcopy(optimizer.state_dict()))
+        if number == 5:
+            optimizer.load_state_dict(saved.pop())
+
+    return event
+
+
+def data_is_replaced() -> Event:
+    def event(number: int, optimizer: optim.Optimizer) -> None:
+        if number in (3, 5):
+            for p in parameters(optimizer):
+                p.data = p.data * 0.5
 
     return event
 
@@ -322,32 +358,3 @@ def test_an_attribute_that_requires_grad_is_compiled_for_autograd() -> None:
     for _ in range(4):
         call(torch.full((3,), 2.0)).backward()
     torch.testing.assert_close(weight.grad, torch.full((3,), 8.0))
-
-
-# -- a whole training step
-
-
-def model_of(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 2))
-
-
-@pytest.mark.parametrize(("kind", "settings"), [FLOATING[5]])
-def test_fifty_training_steps(kind: Any, settings: dict[str, Any]) -> None:
-    """Forward and backward compiled by torch, the step captured; gradients are new tensors in each step."""
-    torch.compiler.reset()
-    eager, ours = model_of(3), model_of(3)
-    optimizers = kind(eager.parameters(), **settings), kind(ours.parameters(), **settings)
-    forward = torch.compile(ours, backend="aot_eager")
-    step = torch.compile(optimizers[1].step, backend="cgpass", options={"compiler": "aot_eager"})
-    generator = torch.Generator().manual_seed(4)
-    for _ in range(50):
-        x, y = torch.randn(5, 6, generator=generator), torch.randn(5, 2, generator=generator)
-        for model, optimizer, update in ((eager, optimizers[0], optimizers[0].step), (forward, optimizers[1], step)):
-            optimizer.zero_grad(set_to_none=True)
-            nn.functional.mse_loss(model(x), y).backward()
-            update()
-    torch.testing.assert_close(list(ours.parameters()), list(eager.parameters()), rtol=1e-4, atol=1e-5)
-    ran = seen(gp.runtime_of(step))
-    assert ran.captured == 1
-    assert ran.replayed >= 48

@@ -14,12 +14,11 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo import config as dynamo_config
-from torch._dynamo.exc import Unsupported
 
 import graphpass as gp
 from graphpass.errors import CaptureError
 from tests.unit.cgpass.attended import Make
-from tests.unit.compiled import Compiled, agrees
+from tests.unit.compiled import Compiled
 from tests.unit.models import module
 
 HOST = "graphpasstest_remedies::host"
@@ -220,31 +219,6 @@ def test_a_remedy_that_is_followed_leaves_no_problem(compiled: Make, name: str) 
             assert fast.serve(calls, passes=3, model=case.model if not case.remedied_calls else None) == len(calls)
     assert fast.problems == ()
     assert case.num_keys in (None, len(fast.rt.report().figures.keys)), "the two smaller sizes share a key"
-
-
-LAYER = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-NAMES = {"src": {0: "batch", 1: "seq"}, "src_key_padding_mask": {0: "batch", 1: "seq"}}
-
-
-@pytest.mark.parametrize("model", [LAYER, nn.TransformerEncoder(LAYER, 2, enable_nested_tensor=False)])
-@pytest.mark.parametrize("masked", [True, False])
-def test_encoder_layers_of_torch_are_padded(compiled: Make, model: nn.Module, masked: bool) -> None:
-    model = model.eval()
-    with torch.inference_mode():
-        try:
-            torch.compile(model, backend="eager", dynamic=True, fullgraph=True)(torch.randn(3, 5, 16))
-        except Unsupported:
-            pytest.skip("Dynamo of this torch does not trace the fused encoder layer")
-    declared = {"dynamic_dims": NAMES, "padding": {"src_key_padding_mask": True}} if masked else {}
-    fast = compiled(model, dynamic=True, compiler="aot_eager", **declared)
-    with torch.inference_mode():
-        for batch, length in [(3, 5), (5, 6), (7, 7), (9, 6), (11, 5)] * 2:
-            x, hidden = torch.randn(batch, length, 16), torch.arange(length) >= torch.randint(2, length + 1, (batch, 1))
-            given = {"src_key_padding_mask": hidden} if masked else {}
-            agrees(fast.fast(src=x, **given), model(x, **given))
-    record = fast.rt.report().figures.callables[0]
-    padded = [size.field for size in record.sizes if size.is_padded]
-    assert padded == (["batch", "seq"] if masked else ["src[0]", "src[1]"])
 
 
 def test_a_size_that_is_written_in_two_ways_is_one_size(compiled: Make) -> None:

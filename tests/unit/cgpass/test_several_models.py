@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 import weakref
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import nn
 from graphpass import GraphRuntime, runtime_of
 from tests.observed import reached
 from tests.unit.cgpass.attended import ATTEND, Attended, Make, expected_counts
-from tests.unit.compiled import BOTH, Compiled, agrees
+from tests.unit.compiled import BOTH, Compiled
 
 # -- regional compile
 
@@ -56,16 +55,6 @@ def test_blocks_compiled_one_by_one_share_a_callable_and_keep_their_weights(rt: 
         assert (c.captured, c.static_sets, c.replayed) == (6, 6, 6 * 3), region
         assert c.copied <= c.replayed, "the activation at most, no parameter"
     assert counts["g0.full"].copied == 6 * 3
-
-
-def test_blocks_without_a_runtime_share_the_first_ones() -> None:
-    fast = OfBlocks(None, dispatch="context", splitting_ops=[])
-    x = torch.randn(4, 6)
-    agrees(fast(x), fast.model(x).detach())
-    (fast.rt,) = {id(runtime_of(block)): runtime_of(block) for block in fast.fast.blocks}.values()
-    fast.capture("FULL")
-    fast.check("FULL")
-    assert fast.uses("captured", "replayed", "static_sets") == {(6, 12, 6)}
 
 
 # -- reset
@@ -109,16 +98,3 @@ def test_runtime_of_works_again_after_a_reset(keyed: Make) -> None:
 
 
 # -- several compiled models
-
-
-def test_a_deep_copy_compiled_too_has_its_own_weights_in_the_shared_callable(keyed: Make) -> None:
-    fast = keyed(Attended().eval())
-    twin = keyed(copy.deepcopy(fast.model))
-    for mode, each in itertools.product(BOTH, (fast, twin)):
-        each.capture(mode)
-    with torch.no_grad():
-        twin.model.second.weight.mul_(-1)
-    for mode, each in itertools.product(BOTH * 2, (fast, twin)):
-        each.check(mode)
-    assert fast.rt.stats().callables == 1
-    assert fast.uses("captured", "static_sets", "replayed") == {(2, 2, 6)}

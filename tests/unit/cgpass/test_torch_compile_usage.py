@@ -6,16 +6,13 @@ Every test compares with eager and counts what was compiled, captured and replay
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from graphpass import GraphRuntime
 from tests.observed import reported_regions
 from tests.unit.cgpass.attended import Attended, Make
-from tests.unit.models import module
 
 # -- fullgraph and graph breaks
 
@@ -77,21 +74,6 @@ def test_each_side_of_a_graph_break_has_its_own_full(keyed: Make, capsys: pytest
     assert why in reason.lower()
     assert f"test_torch_compile_usage.py:{model.__code__.co_firstlineno + 2}" in reason
     assert capsys.readouterr().out.count("rows 6") == (2 + 3 + 3 if model is breaks_at_print else 0)
-
-
-def breaks_after_a_layer(self: Any, x: torch.Tensor) -> torch.Tensor:
-    x = self.inner(x)
-    torch._dynamo.graph_break()
-    return x.relu()
-
-
-def test_a_break_in_every_layer_is_two_callables(keyed: Make) -> None:
-    fast = keyed(nn.Sequential(*[module(breaks_after_a_layer, inner=nn.Linear(6, 6)) for _ in range(3)]))
-    fast.capture("FULL")
-    fast.check("FULL", "FULL")
-    counts = {region: (c.captured, c.static_sets, c.replayed) for (region, _, _), c in fast.rt.counts().items()}
-    # The half with weights once a layer, the other once.
-    assert counts == {"g0.full": (3, 3, 9), "g1.full": (1, 1, 9)}
 
 
 # -- dynamic shapes

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -184,15 +183,6 @@ def test_without_a_profiler_no_function_of_python_runs_for_it(rt: GraphRuntime) 
     after = calls(step)
     assert after == before, "a profile leaves nothing behind"
     assert not [name for name in before if "in_range" in name or "record_function" in name]
-
-
-def test_the_check_for_a_profiler_is_no_call_of_python(rt: GraphRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = step_of(rt, "FULL")
-    with_check = calls(step)
-    monkeypatch.setattr("graphpass.compat.operators.is_profiled", lambda: False)
-    without = calls(step)
-    extra = without - with_check
-    assert sum(extra.values()) == 1, "the function in its place, once a replay of a callable"
 
 
 # The page about logging lists every warning of the code, and no other.

@@ -242,17 +242,6 @@ def test_json_of_explain_has_these_keys(command: Command) -> None:
     assert (figures["captured_regions"], figures["eager_regions"]) == (3, 1)
 
 
-def test_equal_layers_are_compiled_once_and_shown_once(command: Command) -> None:
-    arguments = (f"{MODELS}:layers", "--split", "torch.relu")
-    figures = figures_of(command, "explain", *arguments)
-    assert (figures["captured_regions"], figures["eager_regions"], figures["unique_regions"]) == (4, 3, 3)
-    (graph,) = figures["graphs"]
-    assert [region["same_as"] for region in graph["regions"]].count("g0.r2") == 1
-    shown = command("explain", *arguments).stdout
-    assert "g0.r3, g0.r5" in shown  # the rows of the first eager region and of the middle layer name the others
-    assert shown.count("return torch.relu(self.linear(x)) * 2") == 1
-
-
 def test_a_configuration_gives_a_model_and_inputs(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 3}
     content = {"model_type": "bert", "architectures": ["BertForMaskedLM"], "vocab_size": 99, **sizes}

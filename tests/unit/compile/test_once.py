@@ -175,23 +175,6 @@ def test_an_artifact_serves_no_size_that_it_was_not_compiled_for(
         assert len(rt.callables()) == 1
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.soak)])
-def test_real_compilers_compile_for_a_size(compiler: str, compiled_at_cuts: Any, rt: gp.GraphRuntime) -> None:
-    model = Layers(2).eval()
-    compiled = compiled_at_cuts(model, compiler, dynamic_dims={"x": 0}, compile_sizes=[8], compile_ranges=[(9, 64)])
-    x = torch.randn(5, 4)
-    torch._dynamo.mark_dynamic(x, 0)
-    with torch.no_grad():
-        for size in (5, 8, 9, 40, 65):
-            x = x if size == 5 else torch.randn(size, 4)
-            torch.testing.assert_close(compiled(x), model(x))
-        assert (rt.compiled(), len(rt.callables())) == (9, 1)
-        for mode in (gp.CUDAGraphMode.PIECEWISE, gp.CUDAGraphMode.FULL):
-            x = torch.randn(8, 4)
-            with rt.capturing(), gp.set_forward_context(runtime_mode=mode, batch_descriptor=gp.BatchDescriptor(8)):
-                torch.testing.assert_close(compiled(x), model(x))
-
-
 def test_a_graph_of_one_size_says_that_nothing_is_compiled_by_size(compiled_at_cuts: Any, rt: gp.GraphRuntime) -> None:
     with torch.no_grad():
         compiled_at_cuts(torch.relu, dynamic=False, compile_sizes=[8])(torch.randn(5, 4))
@@ -216,22 +199,3 @@ def test_a_graph_of_one_size_says_that_nothing_is_compiled_by_size(compiled_at_c
 def test_sizes_that_cannot_be_compiled_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=r"option compile_(sizes|ranges) cannot be used.*expected.*found.*remedy"):
         cgpass.options(**options)
-
-
-def test_inductors_cache_serves_a_second_compilation(compiled_at_cuts: Any) -> None:
-    """What was compiled before is not compiled again, also for a model with other layers."""
-    from torch._dynamo.utils import counters
-
-    class Deeper(Layers):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(super().forward(x))
-
-    hits = []
-    with torch.no_grad():
-        for model in (Layers(3).eval(), Deeper(4).eval()):
-            torch.compiler.reset()
-            counters.clear()
-            compiled_at_cuts(model, "inductor", dynamic=True)(torch.randn(3, 4))
-            hits.append((counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"]))
-    # The last region of the first half is another one in the deeper model.
-    assert hits[1] == (1, 3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
 import sys
 from collections.abc import Sequence
 
@@ -16,7 +15,6 @@ import graphpass
 from graphpass import BatchDescriptor, CUDAGraphMode
 from graphpass.progress import capture_progress
 from graphpass.serving.estimate import Key, PoolModel, capture_within
-from tests.processes import environment
 
 NOTHING_KNOWN = PoolModel({}, {}, {})
 
@@ -144,17 +142,6 @@ def test_a_bar_is_shown_on_a_terminal_or_where_it_is_asked_for(
 def test_a_process_without_stderr_has_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
     assert list(capture_progress([1, 2])) == [1, 2]
-
-
-def test_tqdm_disable_turns_bars_off() -> None:
-    """tqdm reads its environment when it is imported."""
-    program = (
-        "import sys; from graphpass.progress import capture_progress; sys.stderr.isatty = lambda: True; "
-        "list(capture_progress([1, 2, 3]))"
-    )
-    settings = environment(TQDM_DISABLE="1")
-    ran = subprocess.run([sys.executable, "-c", program], env=settings, capture_output=True, text=True, check=True)
-    assert "capturing" not in ran.stderr
 
 
 @pytest.mark.parametrize(("progress", "is_shown"), [(None, False), (True, True)])

@@ -128,13 +128,6 @@ def test_running_before_the_capture_is_refused_by_name() -> None:
     assert hits(manager) == {(FULL, 4): 1, (FULL, 8): 1, (FULL, 2): 1}
 
 
-def test_a_batch_above_all_keys_needs_no_capture() -> None:
-    manager = made(Rows().eval())
-    x = rows(9)
-    torch.testing.assert_close(run(manager, x), manager.model(x).detach())
-    assert manager.needs_capture()
-
-
 def test_recapture_captures_all_keys_again() -> None:
     model = Rows().eval()
     manager = captured(model)

@@ -184,13 +184,6 @@ def test_metadata_without_a_field_that_an_op_reads_is_refused_by_builder_field_a
     assert not builder.sums[: builder.num_slots].any()
 
 
-def test_metadata_without_a_slot_mapping_is_refused() -> None:
-    builder = LeavesOut()
-    builder.field = "slot_mapping"
-    error = refused("no field 'slot_mapping'", Attends().eval(), attention=builder, error=ContextError)
-    assert "LeavesOut.build()" in error.expected
-
-
 def test_a_key_that_a_dict_lacks_is_added_to_it() -> None:
     class Lacks(DictBuilder):
         def build(self, attention: Any, key: Any) -> Any:

@@ -151,19 +151,6 @@ def test_where_a_key_cannot_be_captured_nothing_is_left() -> None:
 # -- the report -------------------------------------------------------------------------------------------------------
 
 
-def test_stats_have_a_line_for_each_group() -> None:
-    manager = captured(Rows().eval(), "FULL_AND_PIECEWISE", runtime=CountingRuntime())
-    groups = manager.stats().groups
-    assert [(group.name, group.num_keys, group.memory.pool_bytes) for group in groups] == [
-        ("mixed PIECEWISE", 3, 300),
-        ("decode FULL", 3, 300),
-    ]
-    assert [group.memory.total_bytes for group in groups] == [300, 300]
-    assert all(group.seconds > 0 for group in groups)
-    cells = [(row[:2], row[3:]) for row in manager.stats()["Captured"].rows]
-    assert cells == [(("mixed PIECEWISE", "3"), ("300", "0", "0")), (("decode FULL", "3"), ("300", "0", "0"))]
-
-
 # -- within a limit ---------------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -64,14 +63,6 @@ def check_every_mix(max_loras: int, mode: str, kind: str, compiler: str) -> None
 @pytest.mark.parametrize(("max_loras", "mode", "kind", "compiler"), pairwise())
 def test_every_mix_is_the_merged_model(max_loras: int, mode: str, kind: str, compiler: str) -> None:
     check_every_mix(max_loras, mode, kind, compiler)
-
-
-def test_adapters_differ_from_each_other() -> None:
-    """Were they alike, a row with another's adapter would go unseen."""
-    model = Mlp()
-    merged, x = Merged(model, adapters_of(model)), torch.randn(1, WIDTH)
-    made = [merged.rows(x, [name]) for name in (None, *NAMES)]
-    assert all((one - other).abs().max() > 0.01 for one, other in itertools.combinations(made, 2))
 
 
 # -- keys ------------------------------------------------------------------------------------------------------------
@@ -355,9 +346,3 @@ def test_slots_in_use_come_first(names: list[str | None], data: st.DataObject) -
     lengths = data.draw(st.lists(st.integers(0, 5), min_size=len(names), max_size=len(names)))
     by_token = adapters.of_rows(names, lengths).inputs["lora_slots"]
     assert by_token.tolist() == [slot for slot, n in zip(slots.tolist(), lengths, strict=True) for _ in range(n)]
-
-
-def test_rows_are_counted_alike() -> None:
-    adapters = LoraAdapters(Mlp(), "up", max_loras=1, max_rank=1)
-    with pytest.raises(OptionError, match="for each of 2 rows; found 1 numbers"):
-        adapters.of_rows([None, None], [3])
