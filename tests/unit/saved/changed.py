@@ -79,17 +79,6 @@ class Reads:
         return made.eval().requires_grad_(False)
 
 
-READS: list[Reads] = []
-
-
-def reads(name: str, build: Build) -> Callable[[Forward], Forward]:
-    def add(forward: Forward) -> Forward:
-        READS.append(Reads(name, build, forward))
-        return forward
-
-    return add
-
-
 def held(**pairs: tuple[Any, Any]) -> Build:
     """Attributes of ``model.box``, each as (it was, it is); ``...`` is absent."""
 
@@ -114,86 +103,23 @@ def placed(**pairs: tuple[Any, Any]) -> Build:
 LATE = held(late=(..., 3.0))
 
 
-@reads("getattr with a default", LATE)
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * getattr(self.box, "late", 2.0)
-
-
-@reads("hasattr", LATE)
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * (3.0 if hasattr(self.box, "late") else 2.0)
-
-
-@reads("try and except", LATE)
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
+def late_or_not(self: Any, x: torch.Tensor) -> torch.Tensor:
     try:
         return x * self.box.late
     except AttributeError:
         return x * 2.0
 
 
-@reads("a name in __dict__", LATE)
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * (3.0 if "late" in self.box.__dict__ else 2.0)
-
-
-@reads("finfo", held(of=(torch.finfo(torch.float16), torch.finfo(torch.bfloat16))))
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x + self.box.of.max
-
-
-@reads("iinfo", held(of=(torch.iinfo(torch.int8), torch.iinfo(torch.int16))))
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x + self.box.of.max
-
-
-@reads("a dictionary with keys that are tuples", held(of=({(1, 2): 2.0}, {(1, 3): 3.0})))
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * (2.0 if (1, 2) in self.box.of else 3.0)
-
-
-@reads("a dictionary with keys that are classes", held(of=({Left: 2.0}, {Right: 2.0})))
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * (2.0 if Left in self.box.of else 3.0)
-
-
-@reads("the keys of a dictionary that are tuples", held(of=({(1, 2): 2.0}, {(1, 3): 2.0})))
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
+def by_each_key(self: Any, x: torch.Tensor) -> torch.Tensor:
     for key in self.box.of:
         x = x * key[1]
     return x
 
 
-@reads("the keys of a dictionary that are classes", held(of=({Left: 2.0}, {Right: 2.0})))
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
+def by_each_class(self: Any, x: torch.Tensor) -> torch.Tensor:
     for key in self.box.of:
         x = x * key.by
     return x
-
-
-@reads("a frozenset of tuples", held(of=(frozenset({(1, 2)}), frozenset({(1, 3)}))))
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * (2.0 if (1, 2) in self.box.of else 3.0)
-
-
-@reads("a frozenset of classes", held(of=(frozenset({Left}), frozenset({Right}))))
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * (2.0 if Left in self.box.of else 3.0)
-
-
-@reads("a set of tuples", held(of=({(1, 2)}, {(1, 3)})))
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * (2.0 if (1, 2) in self.box.of else 3.0)
-
-
-@reads("a regular expression", held(of=(re.compile("a+"), re.compile("b+"))))
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * (2.0 if self.box.of.pattern == "a+" else 3.0)
-
-
-@reads("a match of a regular expression", held(of=(re.compile("a+"), re.compile("b+"))))
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * (2.0 if self.box.of.match("aaa") else 3.0)
 
 
 def default_of_a_dataclass(model: Any, is_changed: bool) -> None:
@@ -202,75 +128,19 @@ def default_of_a_dataclass(model: Any, is_changed: bool) -> None:
     )
 
 
-@reads("the default of a dataclass made in the forward", default_of_a_dataclass)
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * PLACE.Made().by
-
-
 def attribute_of_a_class(model: Any, is_changed: bool) -> None:
     PLACE.Made = type("Made", (), {"by": 3.0 if is_changed else 2.0, "__module__": PLACE.__name__})
-
-
-@reads("an attribute of a class", attribute_of_a_class)
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * PLACE.Made.by
-
-
-@reads("an attribute of an object made in the forward", attribute_of_a_class)
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * PLACE.Made().by
 
 
 def name_of_a_class(model: Any, is_changed: bool) -> None:
     PLACE.Made = type("Made", (), {"__module__": PLACE.__name__, **({"late": 3.0} if is_changed else {})})
 
 
-@reads("try and except of a class", name_of_a_class)
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
+def late_of_a_class(self: Any, x: torch.Tensor) -> torch.Tensor:
     try:
         return x * PLACE.Made.late
     except AttributeError:
         return x * 2.0
-
-
-@reads("a type with arguments", held(of=(typing.List[int], typing.List[float])))  # noqa: UP006
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * (2.0 if self.box.of == typing.List[int] else 3.0)  # noqa: UP006
-
-
-@reads("a method of tensors", held(of=(torch.Tensor.sin, torch.Tensor.cos)))
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return self.box.of(x)  # type: ignore[no-any-return]
-
-
-@reads("a method of tensors in a list", held(of=([torch.Tensor.sin], [torch.Tensor.cos])))
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return self.box.of[0](x)  # type: ignore[no-any-return]
-
-
-@reads("an attribute of tensors", held(of=(torch.Tensor.T, torch.Tensor.mT)))
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * (2.0 if self.box.of is torch.Tensor.T else 3.0)
-
-
-@reads("an attribute of tensors in a list", held(of=([torch.Tensor.data], [torch.Tensor.grad])))
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * (2.0 if self.box.of[0] is torch.Tensor.data else 3.0)
-
-
-@reads("an attribute of tensors in a Python module", placed(of=(torch.Tensor.real, torch.Tensor.imag)))
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * (2.0 if PLACE.of is torch.Tensor.real else 3.0)
-
-
-@reads("a property", held(of=(torch.UntypedStorage.is_cuda, torch.UntypedStorage.is_hpu)))
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * (2.0 if self.box.of is torch.UntypedStorage.is_cuda else 3.0)
-
-
-@reads("a generator", held(of=(torch.default_generator, torch.Generator())))
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * (2.0 if self.box.of is torch.default_generator else 3.0)
 
 
 def tied(model: Any, is_changed: bool) -> None:
@@ -280,19 +150,9 @@ def tied(model: Any, is_changed: bool) -> None:
         model.b.weight = model.a.weight
 
 
-@reads("tied weights", tied)
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return self.b(self.a(x)) * (3.0 if self.a.weight is self.b.weight else 2.0)
-
-
 def one_box(model: Any, is_changed: bool) -> None:
     model.a = Box(by=2.0)
     model.b = model.a if is_changed else Box(by=2.0)
-
-
-@reads("a is b", one_box)
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * (3.0 if self.a is self.b else 2.0)
 
 
 def one_of_two_places(model: Any, is_changed: bool) -> None:
@@ -300,29 +160,9 @@ def one_of_two_places(model: Any, is_changed: bool) -> None:
     PLACE.one = Box(by=2.0) if is_changed else model.a
 
 
-@reads("an object to which one way is guarded", one_of_two_places)
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * (3.0 if PLACE.one is self.a else 2.0)
-
-
 def one_module(model: Any, is_changed: bool) -> None:
     model.a = linear()
     model.b = model.a if is_changed else linear()
-
-
-@reads("one module twice", one_module)
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return self.b(self.a(x)) * (3.0 if self.a is self.b else 2.0)
-
-
-@reads("hasattr of a Python module", placed(late=(..., 3.0)))
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * (3.0 if hasattr(PLACE, "late") else 2.0)
-
-
-@reads("getattr of a Python module", placed(late=(..., 3.0)))
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * getattr(PLACE, "late", 2.0)
 
 
 def one_place(model: Any, is_changed: bool) -> None:
@@ -330,23 +170,8 @@ def one_place(model: Any, is_changed: bool) -> None:
     PLACE.other = Left if is_changed else Right
 
 
-@reads("is on a Python module's variables", one_place)
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * (3.0 if PLACE.one is PLACE.other else 2.0)
-
-
 def is_module(model: Any, is_changed: bool) -> None:
     PLACE.one = re if is_changed else sys
-
-
-@reads("a Python module that is another", is_module)
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * (3.0 if PLACE.one is re else 2.0)
-
-
-@reads("an attribute that a class gives", held(of=(Left, Right)))
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * self.box.of.by
 
 
 def class_attribute(model: Any, is_changed: bool) -> None:
@@ -357,38 +182,7 @@ def class_attribute(model: Any, is_changed: bool) -> None:
         Derived.late = 3.0  # type: ignore[attr-defined]
 
 
-@reads("an attribute of the class of an object", class_attribute)
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * getattr(self.box, "late", 2.0)
-
-
-@reads("an object of another class", held(of=(Left(), Right())))
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * (2.0 if isinstance(self.box.of, Left) else 3.0)
-
-
-@reads("a member of an enumeration", held(of=(Kind.ONE, Kind.TWO)))
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * (2.0 if self.box.of is Kind.ONE else 3.0)
-
-
-@reads("an item with a default", held(of=({}, {"late": 3.0})))
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * self.box.of.get("late", 2.0)
-
-
-@reads("an item of nested containers", held(of=({"a": [(1, {"b": 2.0})]}, {"a": [(1, {"b": 3.0})]})))
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * self.box.of["a"][0][1]["b"]
-
-
-@reads("the length of a list", held(of=([Left, Left], [Left, Left, Left])))
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * len(self.box.of)
-
-
-@reads("a range", held(of=(range(2), range(3))))
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
+def plus_each(self: Any, x: torch.Tensor) -> torch.Tensor:
     for each in self.box.of:
         x = x + each
     return x
@@ -398,41 +192,11 @@ def config(model: Any, is_changed: bool) -> None:
     model.config = Config(by=2.0, **({"late": 3.0} if is_changed else {}))
 
 
-@reads("a configuration whose attributes are items", config)
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * getattr(self.config, "late", self.config.by)
-
-
 def slotted(model: Any, is_changed: bool) -> None:
     model.box = Slotted()
     model.box.by = 2.0
     if is_changed:
         model.box.late = 3.0
-
-
-@reads("a slot that is set", slotted)
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * getattr(self.box, "late", 2.0)
-
-
-@reads("a comparison with a tuple of classes", held(of=((Left, (1, Left)), (Left, (1, Right)))))
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * (2.0 if self.box.of == (Left, (1, Left)) else 3.0)
-
-
-@reads("a slice", held(of=(slice(0, 2), slice(1, 2))))
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * x[:, self.box.of].sum(1, keepdim=True)
-
-
-@reads("a size", held(of=(torch.Size([1, 2]), torch.Size([1, 3]))))
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * self.box.of.numel()
-
-
-@reads("a bound method of another object", held(of=(Box(by=2.0).__init__, Box(by=3.0).__init__)))
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * self.box.of.__self__.by
 
 
 def noted(model: Any, is_changed: bool) -> None:
@@ -441,6 +205,133 @@ def noted(model: Any, is_changed: bool) -> None:
         model.weight.late = 3.0
 
 
-@reads("an attribute of a weight", noted)
-def _(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * self.weight * getattr(self.weight, "late", 2.0)
+READS = [
+    Reads("getattr with a default", LATE, lambda self, x: x * getattr(self.box, "late", 2.0)),
+    Reads("hasattr", LATE, lambda self, x: x * (3.0 if hasattr(self.box, "late") else 2.0)),
+    Reads("try and except", LATE, late_or_not),
+    Reads("a name in __dict__", LATE, lambda self, x: x * (3.0 if "late" in self.box.__dict__ else 2.0)),
+    Reads(
+        "finfo", held(of=(torch.finfo(torch.float16), torch.finfo(torch.bfloat16))), lambda self, x: x + self.box.of.max
+    ),
+    Reads(
+        "a dictionary with keys that are tuples",
+        held(of=({(1, 2): 2.0}, {(1, 3): 3.0})),
+        lambda self, x: x * (2.0 if (1, 2) in self.box.of else 3.0),
+    ),
+    Reads(
+        "a dictionary with keys that are classes",
+        held(of=({Left: 2.0}, {Right: 2.0})),
+        lambda self, x: x * (2.0 if Left in self.box.of else 3.0),
+    ),
+    Reads("the keys of a dictionary that are tuples", held(of=({(1, 2): 2.0}, {(1, 3): 2.0})), by_each_key),
+    Reads("the keys of a dictionary that are classes", held(of=({Left: 2.0}, {Right: 2.0})), by_each_class),
+    Reads(
+        "a frozenset of tuples",
+        held(of=(frozenset({(1, 2)}), frozenset({(1, 3)}))),
+        lambda self, x: x * (2.0 if (1, 2) in self.box.of else 3.0),
+    ),
+    Reads(
+        "a set of tuples", held(of=({(1, 2)}, {(1, 3)})), lambda self, x: x * (2.0 if (1, 2) in self.box.of else 3.0)
+    ),
+    Reads(
+        "a regular expression",
+        held(of=(re.compile("a+"), re.compile("b+"))),
+        lambda self, x: x * (2.0 if self.box.of.pattern == "a+" else 3.0),
+    ),
+    Reads(
+        "the default of a dataclass made in the forward", default_of_a_dataclass, lambda self, x: x * PLACE.Made().by
+    ),
+    Reads("an attribute of a class", attribute_of_a_class, lambda self, x: x * PLACE.Made.by),
+    Reads("an attribute of an object made in the forward", attribute_of_a_class, lambda self, x: x * PLACE.Made().by),
+    Reads("try and except of a class", name_of_a_class, late_of_a_class),
+    Reads(
+        "a type with arguments",
+        held(of=(typing.List[int], typing.List[float])),  # noqa: UP006
+        lambda self, x: x * (2.0 if self.box.of == typing.List[int] else 3.0),  # noqa: UP006
+    ),
+    Reads("a method of tensors", held(of=(torch.Tensor.sin, torch.Tensor.cos)), lambda self, x: self.box.of(x)),
+    Reads(
+        "a method of tensors in a list",
+        held(of=([torch.Tensor.sin], [torch.Tensor.cos])),
+        lambda self, x: self.box.of[0](x),
+    ),
+    Reads(
+        "an attribute of tensors",
+        held(of=(torch.Tensor.T, torch.Tensor.mT)),
+        lambda self, x: x * (2.0 if self.box.of is torch.Tensor.T else 3.0),
+    ),
+    Reads(
+        "an attribute of tensors in a Python module",
+        placed(of=(torch.Tensor.real, torch.Tensor.imag)),
+        lambda self, x: x * (2.0 if PLACE.of is torch.Tensor.real else 3.0),
+    ),
+    Reads(
+        "a property",
+        held(of=(torch.UntypedStorage.is_cuda, torch.UntypedStorage.is_hpu)),
+        lambda self, x: x * (2.0 if self.box.of is torch.UntypedStorage.is_cuda else 3.0),
+    ),
+    Reads(
+        "a generator",
+        held(of=(torch.default_generator, torch.Generator())),
+        lambda self, x: x * (2.0 if self.box.of is torch.default_generator else 3.0),
+    ),
+    Reads("tied weights", tied, lambda self, x: self.b(self.a(x)) * (3.0 if self.a.weight is self.b.weight else 2.0)),
+    Reads("a is b", one_box, lambda self, x: x * (3.0 if self.a is self.b else 2.0)),
+    Reads(
+        "an object to which one way is guarded",
+        one_of_two_places,
+        lambda self, x: x * (3.0 if PLACE.one is self.a else 2.0),
+    ),
+    Reads("one module twice", one_module, lambda self, x: self.b(self.a(x)) * (3.0 if self.a is self.b else 2.0)),
+    Reads(
+        "hasattr of a Python module",
+        placed(late=(..., 3.0)),
+        lambda self, x: x * (3.0 if hasattr(PLACE, "late") else 2.0),
+    ),
+    Reads("getattr of a Python module", placed(late=(..., 3.0)), lambda self, x: x * getattr(PLACE, "late", 2.0)),
+    Reads(
+        "is on a Python module's variables", one_place, lambda self, x: x * (3.0 if PLACE.one is PLACE.other else 2.0)
+    ),
+    Reads("a Python module that is another", is_module, lambda self, x: x * (3.0 if PLACE.one is re else 2.0)),
+    Reads("an attribute that a class gives", held(of=(Left, Right)), lambda self, x: x * self.box.of.by),
+    Reads(
+        "an attribute of the class of an object", class_attribute, lambda self, x: x * getattr(self.box, "late", 2.0)
+    ),
+    Reads(
+        "an object of another class",
+        held(of=(Left(), Right())),
+        lambda self, x: x * (2.0 if isinstance(self.box.of, Left) else 3.0),
+    ),
+    Reads(
+        "a member of an enumeration",
+        held(of=(Kind.ONE, Kind.TWO)),
+        lambda self, x: x * (2.0 if self.box.of is Kind.ONE else 3.0),
+    ),
+    Reads("an item with a default", held(of=({}, {"late": 3.0})), lambda self, x: x * self.box.of.get("late", 2.0)),
+    Reads(
+        "an item of nested containers",
+        held(of=({"a": [(1, {"b": 2.0})]}, {"a": [(1, {"b": 3.0})]})),
+        lambda self, x: x * self.box.of["a"][0][1]["b"],
+    ),
+    Reads("the length of a list", held(of=([Left, Left], [Left, Left, Left])), lambda self, x: x * len(self.box.of)),
+    Reads("a range", held(of=(range(2), range(3))), plus_each),
+    Reads(
+        "a configuration whose attributes are items",
+        config,
+        lambda self, x: x * getattr(self.config, "late", self.config.by),
+    ),
+    Reads("a slot that is set", slotted, lambda self, x: x * getattr(self.box, "late", 2.0)),
+    Reads(
+        "a comparison with a tuple of classes",
+        held(of=((Left, (1, Left)), (Left, (1, Right)))),
+        lambda self, x: x * (2.0 if self.box.of == (Left, (1, Left)) else 3.0),
+    ),
+    Reads("a slice", held(of=(slice(0, 2), slice(1, 2))), lambda self, x: x * x[:, self.box.of].sum(1, keepdim=True)),
+    Reads("a size", held(of=(torch.Size([1, 2]), torch.Size([1, 3]))), lambda self, x: x * self.box.of.numel()),
+    Reads(
+        "a bound method of another object",
+        held(of=(Box(by=2.0).__init__, Box(by=3.0).__init__)),
+        lambda self, x: x * self.box.of.__self__.by,
+    ),
+    Reads("an attribute of a weight", noted, lambda self, x: x * self.weight * getattr(self.weight, "late", 2.0)),
+]
