@@ -60,20 +60,6 @@ PUBLIC_NAMES = {
 # A package's front, the class that runs it, its options.
 SHARED_FILE_NAMES = {"__init__", "manager", "options"}
 
-# What a newcomer asks of the tree, and the file with the answer; the names of files are chosen so that they find it.
-QUESTIONS = {
-    "Where is it decided whether a size of a graph may be padded?": "graphpass/padding/proof.py",
-    "Where would a second kind of device go?": "graphpass/capture/cuda.py",
-    "What owns the memory pool, and who may replay in it now?": "graphpass/capture/pool.py",
-    "Where does the reason come from that a region runs eagerly?": "graphpass/regions/eagerrules.py",
-    "Where are the options of torch.compile(..., options=...) validated?": "graphpass/options.py",
-    "Where does the engine choose the key of a batch?": "graphpass/dispatch/dispatcher.py",
-    "Where is the padding of an input filled?": "graphpass/paddedcalls.py",
-    "What notices that a weight was replaced after the capture?": "graphpass/capture/modelstate.py",
-    "Where would you add a padding rule for an aten operator?": "graphpass/padding/table.py",
-    "Where does a request of a decoder get its pages?": "graphpass/text/paged/kvcache.py",
-}
-
 
 def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
@@ -304,11 +290,6 @@ def test_no_two_classes_have_one_name() -> None:
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(name_of(source))
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
-
-
-@pytest.mark.parametrize("question", QUESTIONS)
-def test_a_question_about_the_tree_has_its_answer(question: str) -> None:
-    assert (ROOT / QUESTIONS[question]).is_file()
 
 
 def test_each_note_is_cited_by_the_code_and_each_citation_has_a_note() -> None:

@@ -342,14 +342,6 @@ def test_default_capture_sizes(largest: int, sizes: list[int]) -> None:
 # -- the loop --------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_captured_when_one_request_cannot_run(decoders: Decoders) -> None:
-    lm = decoders()
-    with pytest.raises(OptionError, match="request 1 contains a token that is not in the model's vocabulary"):
-        lm.generate([[1], [VOCABULARY], [2]], max_new_tokens=3, progress=False)
-    assert num_batches(lm.manager) == 0
-    assert lm.manager.needs_capture()
-
-
 def test_generating_keeps_to_the_limit_of_the_capture(decoders: Decoders, references: References) -> None:
     lm = decoders(runtime=GrowingRuntime())
     lm.capture(max_bytes=500)

@@ -106,27 +106,6 @@ def test_the_ladder_takes_little_more_than_its_largest_budget_and_as_estimated()
     assert manager.get_cumulative_stats().pool_bytes == 0
 
 
-@pytest.mark.parametrize("part", [0.05, 0.4, 1.0])
-def test_the_pool_ends_at_its_limit(part: float) -> None:
-    """Of a whole ladder's pool. What is left out is named, and runs eagerly or on a budget that is there."""
-    ladder, sizes = [64 * step for step in range(1, 17)], (2000, 8, 400, 1200, 2)
-    whole = made(toy.ToyEncoder(budget_range=(1, 1024)), token_budgets=ladder)
-    limit = int(part * whole.get_cumulative_stats().pool_bytes)
-    whole.clear()
-    encoder = toy.ToyEncoder(budget_range=(1, 1024))
-    manager = made(encoder, token_budgets=ladder, max_pool_bytes=limit)
-    stats = manager.get_cumulative_stats()
-    assert stats.pool_bytes <= limit
-    kept = [budget.captured.descriptor.num_tokens for budget in stats.budgets]
-    assert sorted(kept + [key.tokens for key, _ in stats.failed]) == ladder
-    assert all(f"max_pool_bytes={limit}" in reason.why for _, reason in stats.failed)
-    assert (kept == ladder[::-1]) == (part == 1.0)
-    items = on_gpu(sizes)
-    assert_same(manager.execute(items), toy.one_by_one(encoder, items))
-    assert (manager.get_cumulative_stats().hits > 0) == bool(kept)
-    manager.clear()
-
-
 def test_a_pool_is_shared() -> None:
     pool = torch.cuda.graph_pool_handle()
     encoder = toy.ToyEncoder()

@@ -12,10 +12,10 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import cgpass
 import graphpass as gp
-from graphpass import BatchDescriptor, CUDAGraphMode, GraphpassError, GraphRuntime
-from graphpass.errors import CaptureError, DeviceError, OptionError, PartitionError, ShapeError
+from graphpass import BatchDescriptor, CUDAGraphMode, GraphpassError
+from graphpass.errors import CaptureError, OptionError, PartitionError, ShapeError
 from tests.unit.cgpass.attended import ATTEND, FULL, MODES, Make, attended
-from tests.unit.compiled import Compiled, agrees
+from tests.unit.compiled import agrees
 from tests.unit.models import module
 
 
@@ -124,37 +124,6 @@ def test_two_key_fields_are_each_checked(keyed: Make) -> None:
         assert expected in raised.value.expected
 
 
-def test_a_second_device_is_refused() -> None:
-    with GraphRuntime(device="cpu") as runtime:
-        fast = Compiled(runtime, lambda x, y: (x + 1, y * 2))
-        with pytest.raises(DeviceError) as raised:
-            fast.at("FULL", 4, torch.randn(4, 6), torch.randn(4, 6, device="meta"), capture=True)
-        assert "meta" in raised.value.found
-        assert "cpu" in raised.value.expected
-        assert fast.captured == 0
-
-
-def test_a_failed_capture_leaves_eager_and_the_next_capture_working(keyed: Make) -> None:
-    fails = [True]
-
-    @torch.library.custom_op("cgpasstest::moody", mutates_args=())
-    def moody(x: torch.Tensor) -> torch.Tensor:
-        if fails[0]:
-            raise RuntimeError("out of sorts")
-        return x + 1
-
-    moody.register_fake(torch.empty_like)
-    fast, x = keyed(lambda x: moody(x * 2)), torch.randn(4, 6)
-    with pytest.raises(CaptureError, match="out of sorts") as raised:
-        fast.at("FULL", 4, x, capture=True)
-    assert "FULL 4 tokens" in raised.value.problem
-    assert fast.captured == 0
-    fails[0] = False
-    agrees(fast.fast(x), x * 2 + 1)
-    agrees(fast.at("FULL", 4, x, capture=True), x * 2 + 1)
-    assert fast.captured == 1
-
-
 def test_grad_mode_in_a_graph_context_is_refused(keyed: Make) -> None:
     fast, x = keyed(nn.Linear(6, 6)), torch.randn(4, 6)
     fast(x)
@@ -235,22 +204,3 @@ def test_the_error_names_op_and_line(
 
 def test_an_eager_region_s_own_error_stays_what_it_is(keyed: Make) -> None:
     assert type(failure(keyed, "eager", "PIECEWISE", "fails_eagerly")) is ValueError
-
-
-def reads_twice(x: torch.Tensor) -> torch.Tensor:
-    y = x + 1
-    return torch.ops.cgpasstest_host.reads(y) * 2
-
-
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-def test_an_op_that_cannot_be_captured_is_named(keyed: Make, compiler: str) -> None:
-    with torch.library._scoped_library("cgpasstest_host", "FRAGMENT") as library:
-        library.define("reads(Tensor x) -> Tensor")
-        library.impl("reads", lambda x: x * x.sum().item(), "CPU")
-        library.impl("reads", torch.empty_like, "Meta")
-        with pytest.raises(CaptureError) as raised:
-            keyed(reads_twice, compiler=compiler).at("FULL", 4, torch.ones(4), capture=True)
-    said = str(raised.value)
-    for text in ("cgpasstest_host.reads", "at test_errors.py:", "reads(y) * 2", "aten::item cannot be captured"):
-        assert text in said
-    assert "splitting_ops" in said

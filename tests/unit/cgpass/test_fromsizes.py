@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 
-import graphpass as gp
 from graphpass.regions import fromsizes
 from tests.unit.cgpass.attended import Make
 from tests.unit.compiled import Compiled, agrees
@@ -91,22 +90,6 @@ def test_it_pads_and_draws_as_before(compiled: Make) -> None:
     (record,) = fast.rt.callables()
     assert [region.kind for region in record.regions] == ["captured"]
     assert "made" in {size.verdict for size in record.sizes}
-
-
-def test_graphs_of_a_ladder_are_captured_ahead() -> None:
-    model = Biased().eval()
-    ladder = {"dynamic_dims": {"x": {0: "rows", 1: "length"}}, "capture_sizes": {"rows": [2, 4], "length": [8, 16]}}
-    fast = gp.graphed(model, compiler="aot_eager", progress=False, **ladder)
-    try:
-        fast.capture(*features((3, 9)))
-        captured = fast.runtime.stats().captured
-        for size in SIZES:
-            (x,) = features(size)
-            with torch.no_grad():
-                agrees(fast(x), model(x))
-        assert fast.runtime.stats().captured == captured == 4
-    finally:
-        fast.close()
 
 
 def on_device(x: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -20,26 +18,8 @@ def pooled(x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
     return x.mean(1) + attention_mask.sum(1, keepdim=True)
 
 
-def pooled_under_the_mask(x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    shown = attention_mask[..., None]
-    return (x * shown).sum(1) / shown.sum(1) + attention_mask.sum(1, keepdim=True)
-
-
 def lengths(*sizes: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(torch.randn(2, n, 6), torch.ones(2, n)) for n in sizes]
-
-
-def test_a_mask_is_named_as_the_argument_is(compiled: Make) -> None:
-    fast = compiled(pooled, dynamic=True)
-    fast.serve(lengths(5, 6, 7))
-    remedy = fast.problem("is not padded").remedy
-    (declared,) = re.findall(r"padding=(\{.*?\})", remedy)
-    padding = ast.literal_eval(declared)
-    assert padding == {"attention_mask": 0}
-    options: dict[str, Any] = {"dynamic_dims": {"x": {1: "seq"}}, "capture_sizes": {"seq": [8]}, "padding": padding}
-    remedied = compiled(pooled_under_the_mask, dynamic=True, **options)
-    assert remedied.serve(lengths(5, 6, 7), passes=2) == 3
-    assert remedied.padded_sizes["seq"]
 
 
 def test_images_are_told_of_masks_in_few_words(compiled: Make) -> None:

@@ -48,18 +48,6 @@ def test_a_replay_runs_only_the_python_of_eager_regions(
         assert fast.uses("copied", "static_sets") == {(4, 1)}, "one staged input a replay"
 
 
-def test_a_full_wrapper_around_the_callable_wins(keyed: Make) -> None:
-    fast = keyed(block())
-    fast.capture("FULL")
-    inner, compiled = fast.tally("FULL"), fast.fast
-    fast.fast = gp.CUDAGraphWrapper(compiled, "FULL", runtime=fast.rt, name="outer")
-    with pytest.raises(CaptureError, match=r"torch\.compile'd callable"):
-        fast.capture("FULL")  # the tape cannot see through Dynamo; on CUDA the outer one captures
-    fast.fast = compiled
-    assert fast.tally("FULL") == inner
-    fast.check("FULL")
-
-
 @pytest.mark.parametrize(
     ("built", "asked", "expected"),
     [

@@ -69,22 +69,6 @@ def test_a_request_that_fails_leaves_the_next_ones(method: str) -> None:
     assert (stats.hits - before.hits, stats.misses - before.misses) == (toy.NUM_WITH_TOKENS - 1, 1)
 
 
-def test_contents_of_padding_change_no_bit() -> None:
-    """At one key, whatever lies behind the rows of a batch."""
-    encoder = toy.ToyEncoder(padding=dict.fromkeys(toy.KEYS) | {"lengths": "repeat"})
-    manager = made(encoder, token_budgets=[32])
-    items = toy.images([4, 8, 2, 12])
-    found = []
-    for contents in (0.0, 1e30, -3.0, torch.inf, torch.nan):
-        for name, memory in manager.buffers.items():
-            if name not in ("scale", "lengths"):
-                memory.fill_(contents if memory.is_floating_point() else abs(hash(contents)) % 64)
-        found.append(manager.execute(items))
-    for other in found[1:]:
-        assert all(torch.equal(one, same) for one, same in zip(found[0], other, strict=True))  # type: ignore[arg-type]
-    assert manager.get_cumulative_stats().replays == 5
-
-
 def test_statistics_go_on_when_graphs_are_dropped() -> None:
     manager = made(toy.ToyEncoder())
     for sizes in ([6], [22], [6, 2]):

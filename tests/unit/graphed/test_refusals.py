@@ -210,14 +210,6 @@ def test_before_a_capture_and_after_close_calls_compile() -> None:
     fast(torch.randn(3, 4), torch.ones(4))
 
 
-def test_calls_under_autograd_are_counted(compiled: Any) -> None:
-    fast = compiled(nn.Linear(4, 4))
-    for _ in range(3):
-        fast.fast(torch.randn(2, 4)).sum().backward()
-    (row,) = [row for row in fast.rt.report().figures.uncaptured if "autograd" in row.reason.why]
-    assert row.n == 3
-
-
 @pytest.mark.parametrize("is_graphed", [False, True])
 @pytest.mark.parametrize("name", ["input", "args[0]", 0])
 def test_an_input_of_a_module_of_torch_is_named_by_parameter_or_position(

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import graphpass as gp
-from graphpass import GraphRuntime
-from graphpass.errors import CaptureError, OptionError
+from graphpass.errors import CaptureError
 from tests.unit.compiled import agrees
 from tests.unit.graphed.oracle import agree, full_counts, graphed, replays
 from tests.unit.graphed.oracle import rows as rows_of
@@ -62,13 +61,6 @@ def assert_replays(fast: Any, model: Any, size: int) -> None:
     assert replays(fast) == before + 1
 
 
-def test_capture_shows_a_bar_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    graphed(Rowwise(), *UP_TO_FOUR, progress=True).capture(torch.randn(3, 6))
-    captured = capsys.readouterr()
-    assert "capturing" in captured.err
-    assert captured.out == ""
-
-
 @pytest.mark.parametrize(("sizes", "calls"), [([2, 4], [3]), ([1, 2, 4], [3, 1])])
 def test_capture_calls_the_model_once_and_once_more_at_size_one(sizes: list[int], calls: list[int]) -> None:
     def counted(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -112,25 +104,6 @@ def test_two_dimensions_pad_each_in_its_ladder() -> None:
     assert fast.runtime.stats().captured == before
 
 
-def test_close_and_capture_again() -> None:
-    model = Rowwise().eval()
-    fast = graphed(model, *UP_TO_FOUR)
-    fast.capture(torch.randn(3, 6))
-    fast.close()
-    assert fast.runtime.buffer_bytes() == 0
-    x = torch.randn(3, 6)
-    agrees(fast(x), model(x).detach())
-    fast.capture(x)
-    assert_replays(fast, model, 3)
-
-
-def test_the_runtime_option_is_used(rt: GraphRuntime) -> None:
-    fast = graphed(Rowwise(), [4], {"x": 0}, runtime=rt)
-    assert gp.runtime_of(fast) is fast.runtime is rt
-    fast.capture(torch.randn(3, 6))
-    assert rt.stats().captured == 1
-
-
 def compiled(model: Any, **options: Any) -> Any:
     return torch.compile(model, backend="cgpass", dynamic=True, options={"compiler": "eager", **options})
 
@@ -172,7 +145,3 @@ class TestPrecapture:
         with pytest.raises(CaptureError, match="nothing to capture") as raised:
             gp.precapture(fast, torch.randn(3, 6))
         assert "inference_mode" in raised.value.remedy
-
-    def test_what_is_not_compiled_is_refused(self) -> None:
-        with pytest.raises(OptionError, match="no graphpass runtime"):
-            gp.precapture(Rowwise(), torch.randn(3, 6))

@@ -13,7 +13,6 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import graphpass as gp
-from graphpass.saved import calls
 from tests.unit.saved.changed import READS, Reads, held
 from tests.unit.saved.stack import INPUTS, example
 
@@ -55,29 +54,6 @@ def test_a_changed_value_is_a_miss(read: Reads, by: Any, tmp_path: Path) -> None
     notes = start(by, read, tmp_path / "starts", is_changed=True)
     assert counters["frames"]
     assert any("differs" in note for note in notes), notes
-
-
-KINDS = {
-    "hasattr": {"HASATTR", "TYPE_MATCH", "ID_MATCH"},
-    "finfo": {"CONSTANT_MATCH", "EQUALS_MATCH"},
-    "a dictionary with keys that are tuples": {"DICT_CONTAINS"},
-    "the keys of a dictionary that are classes": {"DICT_KEYS_MATCH", "CLASS_MATCH"},
-}
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_what_is_read_has_guards_of_these_kinds(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the changes above are changes of what each kind compares."""
-    found, read_by = set[str](), calls._read
-
-    def noted(call: Any, function: Any, guards: Any, *rest: Any) -> Any:
-        found.update(kind for guard in guards for kind in guard.kinds)
-        return read_by(call, function, guards, *rest)
-
-    monkeypatch.setattr(calls, "_read", noted)
-    (read,) = [read for read in READS if read.name == name]
-    start(graphed, read, tmp_path / "starts")
-    assert found >= KINDS[name]
 
 
 @pytest.mark.parametrize("by", [graphed, manager])

@@ -57,22 +57,6 @@ def test_eager_steps(heads: Heads, page_size: int, more_rows: int) -> None:
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("query_len", [1, 3])
-def test_a_uniform_key_is_refilled(heads: Heads, query_len: int) -> None:
-    paged = Paged(heads)
-    requests = [paged.begin() for _ in range(3)]
-    run_eager(paged, requests, [7, 2, 4])
-    key = uniform_key(5, query_len, 24)
-    seen = set()
-    for _ in range(3):
-        step, tensors = paged.grow(requests, [query_len] * 3)
-        metadata = paged.attention.build(step, key)
-        seen.add((metadata, metadata.slot_mapping.data_ptr(), metadata.seq_lens.data_ptr()))
-        assert_right(run(paged, tensors, metadata, key.num_tokens, padding=7.5), tensors)
-    assert len(seen) == 1
-
-
-@pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_a_mixed_key_is_refilled(heads: Heads) -> None:
     paged = Paged(heads, support=AttentionSupport.ALWAYS)
     requests = [paged.begin() for _ in range(3)]

@@ -259,23 +259,6 @@ def proposed(drafter: NgramDrafter, request: Request, text: Sequence[int], limit
     return found
 
 
-@pytest.mark.parametrize(
-    ("text", "limit", "expected"),
-    [
-        ([7], 3, []),
-        ([1, 2, 3], 3, []),
-        ([1, 2, 3, 1], 2, [2, 3]),
-        ([1, 2, 3, 9, 1, 2, 4, 1, 2], 1, [4]),  # the latest place ...
-        ([5, 1, 2, 3, 8, 1, 2, 4, 5, 1, 2], 1, [3]),  # ... of the longest ending
-        ([8, 8], 4, [8, 8, 8, 8]),
-        ([1, 2, 1, 2], 5, [1, 2, 1, 2, 1]),  # a loop goes on
-        ([1, 2, 3, 4, 2], 9, [3, 4, 2, 3, 4, 2, 3, 4, 2]),
-    ],
-)
-def test_guesses(text: list[int], limit: int, expected: list[int]) -> None:
-    assert proposed(NgramDrafter(), Request.of("a", text, 1), text, limit) == expected
-
-
 LENGTHS = st.tuples(st.integers(1, 3), st.integers(0, 3)).map(lambda pair: (pair[0], pair[0] + pair[1]))
 
 
