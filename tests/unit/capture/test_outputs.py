@@ -54,22 +54,6 @@ def test_a_view_is_stale_after_a_replay_of_another_key(rig: Any, dtype: torch.dt
     assert plain.isnan().all()
 
 
-def test_within_one_forward_views_stay_valid(rig: Any) -> None:
-    first = rig.wrap(lambda x: x + 1, "PIECEWISE", name="first", outputs="view")
-    second = rig.wrap(lambda x: x * 2, "PIECEWISE", name="second", outputs="view")
-
-    def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        one = first(x)
-        two = second(one)
-        return one.clone(), two.clone()
-
-    for step in range(3):
-        one, two = (rig.capture if step == 0 else rig.call)(forward, X + step, at_mode="PIECEWISE")
-        assert torch.equal(one, X + step + 1)
-        assert torch.equal(two, (X + step + 1) * 2)
-    assert rig.counts(second).copied == 0  # it reads the first one's output where it lies
-
-
 def test_a_region_that_reads_the_pool_reads_no_other_memory(rig: Any) -> None:
     first = rig.wrap(lambda x: x + 1, "PIECEWISE", name="first", outputs="view")
     second = rig.wrap(lambda x: x * 2, "PIECEWISE", name="second", outputs="view", input_names=("hidden",))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -343,21 +342,3 @@ def test_what_is_not_one_graph_is_refused(compiled: Callable[[], Callable[..., A
         pytest.raises(gp.errors.CaptureError, match="compiled callable cannot be captured on the CPU tape"),
     ):
         capture_around(compiled(), runtime)
-
-
-def test_eager_scans_after_a_captured_one_need_a_reset_of_the_compiler(rig: Any) -> None:
-    """An eager scan compiles itself; torch skips its frame ever after one that ran under a dispatch mode."""
-    torch.compiler.reset()
-
-    def summed(x: torch.Tensor) -> torch.Tensor:
-        scan: Any = importlib.import_module("torch._higher_order_ops.scan").scan
-        sums: torch.Tensor = scan(lambda carry, row: (carry + row, carry + row), torch.zeros(3), x)[1]
-        return sums
-
-    wrapper, rows = rig.wrap(summed), torch.arange(12.0).view(4, 3)
-    torch.testing.assert_close(rig.capture(wrapper, rows), rows.cumsum(0))
-    torch.testing.assert_close(rig.call(wrapper, rows * 2), rows.cumsum(0) * 2)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="_len_torch_dispatch_stack"):
-        summed(rows)
-    torch.compiler.reset()
-    torch.testing.assert_close(summed(rows), rows.cumsum(0))
