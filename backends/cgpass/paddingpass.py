@@ -18,7 +18,7 @@ from cgpass.keyrules import declared_constants
 from cgpass.namedsizes import GraphSizes
 from graphpass.compat import dynamo, symbolic
 from graphpass.options import Settings
-from graphpass.padding import Asked, AtenGraph, PaddedValue, Sizes, exchanged, fills, input_values, made, write
+from graphpass.padding import Asked, AtenGraph, PaddedValue, Sizes, fills, input_values, made, write
 from graphpass.padding.values import Approximate
 from graphpass.regions.assign import Region
 from graphpass.regions.split import Partition
@@ -108,15 +108,14 @@ class RegionPadding:
         asked = Asked(fields, self._inputs_of(graph, {}), self._is_only)
         if asked.is_proved(graph, fields.values()):
             return graph
-        apart = exchanged(aten, fields, dynamo.decompositions(self._compiler))
-        decomposed, recorded = AtenGraph.as_decomposed(apart)
+        decomposed, recorded = AtenGraph.as_decomposed(aten, dynamo.decompositions(self._compiler))
         found = made(decomposed, asked, recorded)
         if found is None:
             return graph
         filled = fills(graph, found, lambda more: Asked(fields, self._inputs_of(graph, more), True), self._free)
         if filled:  # guard: made_fills
             return replace(graph, fills=tuple(filled.items()))
-        copy, copies = _copied(apart.graph)
+        copy, copies = _copied(aten.graph)
         self.changed = fx.GraphModule(aten, copy)
         vector = list(copy.find_nodes(op="placeholder"))[self._real_sizes[0]]
         write(self.changed, decomposed, {at: copies[node] for at, node in recorded.items()}, found, (vector, entries))

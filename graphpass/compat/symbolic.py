@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,22 +102,24 @@ class DecompositionTape(TorchDispatchMode):
             self.calls.append((func, args, kwargs or {}, result))
         return result
 
-    def is_closed(self, inputs: Container[int]) -> bool:
-        """Whether each tensor is a result or has its id among ``inputs``."""
-        known: set[int] = set()
-        for _, args, kwargs, result in (*self.calls, (None, (self.result,), {}, ())):
-            read = set(map(id, trees.tensors((args, kwargs))))
-            if any(tensor not in inputs and tensor not in known for tensor in read):
-                return False
-            known.update(map(id, trees.tensors(result)))
-        return True
+    def read(self) -> set[int]:
+        """The ids of the tensors that a call reads, or the decomposition returns."""
+        return set(map(id, trees.tensors((self.result, [(args, kwargs) for _, args, kwargs, _ in self.calls]))))
 
 
-def decomposition_tape(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> DecompositionTape | None:
-    """The decomposition of a call with fake tensors; None if torch has none, or if it fails. It adds no guards."""
+def decomposition_of(op: OpOverload) -> Callable[..., Any]:
+    """Torch's decomposition of an operator; it may return NotImplemented."""
     from torch._decomp import decomposition_table
 
-    function, fake_mode = decomposition_table.get(op, op.decompose), fake_mode_of(trees.flatten((args, kwargs))[0])
+    function: Callable[..., Any] = decomposition_table.get(op, op.decompose)
+    return function
+
+
+def decomposition_tape(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> DecompositionTape | None:
+    """What a decomposition calls for fake tensors; None if it has no answer, or if it fails. It adds no guards."""
+    fake_mode = fake_mode_of(trees.flatten((args, kwargs))[0])
     if fake_mode is None:
         return None
     tape = DecompositionTape()
@@ -295,30 +297,6 @@ def aten_graph_of(
     if any(str(node.target).startswith("aten.sym_") for node in graph.graph.nodes):
         raise ValueError("a size is read from a tensor, where it has lost its symbol")
     return graph, symbol, fake_mode
-
-
-def traced(
-    function: Callable[..., Any], given: Sequence[Any], decompositions: Mapping[Any, Any]
-) -> fx.GraphModule | None:
-    """The operators of a call with fake tensors and sizes, with their values as metadata; None if it fails.
-
-    It adds no guards.
-    """
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    fake_mode: Any = fake_mode_of(given)
-    with torch.no_grad(), quiet_shapes(fake_mode), python_dispatcher(), fake_mode:
-        try:
-            return make_fx(function, dict(decompositions), _allow_non_fake_inputs=True)(*given)
-        except Exception:
-            return None
-
-
-def decompositions_of(operators: Iterable[Any]) -> Mapping[Any, Callable[..., Any]]:
-    """Torch's decompositions of these operators."""
-    from torch._decomp import get_decompositions
-
-    return get_decompositions(list(operators))
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,8 +42,7 @@ A softmax over a padded dimension
     Without the bias, the softmax meets an unknown pad and is refused: a finding for ``s`` reaches the output, with the
     operator, the line, and a remedy. Padded queries are garbage in rows that are cut off.
 
-Files, each above those that it uses: ``exchanging`` (operators as those that they consist of), ``lowering`` (writes
-repairs into a graph), ``deciding`` (which sizes get them),
+Files, each above those that it uses: ``lowering`` (writes repairs into a graph), ``deciding`` (which sizes get them),
 ``repairs`` (what is tried for each operator; ``moving``: those that move entries; ``averaging``: statistics),
 ``making`` (the walk that repairs), ``proof`` (verdicts), ``interpreter`` (one graph), ``program`` (a graph as a
 record), ``table`` (what each operator does) with its relations ``rearranging``, ``indexing``, ``attending``,
@@ -52,7 +51,6 @@ record), ``table`` (what each operator does) with its relations ``rearranging``,
 
 from graphpass.ledger import PaddingFinding, Verdict
 from graphpass.padding.deciding import Asked, fills, made
-from graphpass.padding.exchanging import exchanged
 from graphpass.padding.interpreter import Interpretation, input_values, interpret
 from graphpass.padding.lowering import write
 from graphpass.padding.making import Made
@@ -86,7 +84,6 @@ __all__ = [
     "Question",
     "Sizes",
     "Verdict",
-    "exchanged",
     "fills",
     "ignores_numbers",
     "input_values",

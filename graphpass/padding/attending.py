@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import torch
 
@@ -25,15 +24,12 @@ from graphpass.padding.values import (
     Factors,
     Pad,
     PaddedValue,
-    Place,
-    TensorShape,
     blurred,
     by_data,
     cast_pad,
     is_extreme,
     is_finite,
     is_low,
-    is_number,
     shown,
 )
 
@@ -108,43 +104,6 @@ def _check_keys(call: OpCall, query: PaddedValue, keys: Factors, mask: PaddedVal
     raise call.refuse("attends to padded keys without a mask", at_fault, HIDE_PADDING)
 
 
-def self_attention(call: OpCall) -> Returned:
-    """``nn.TransformerEncoderLayer`` in eval mode: self-attention, then operators within rows."""
-    value = call.tensor("src")
-    call.unpadded_weights(*(name for name in call.arguments if name not in ("src", "mask")))
-    return attention(call.with_arguments(query=value, key=value, value=value, attn_mask=_shown(call)))
-
-
-def multi_head_attention(call: OpCall) -> Returned:
-    """``nn.MultiheadAttention`` in eval mode: its second result are the weights [batch, (heads,) queries, keys]."""
-    call.unpadded_weights(*(name for name in call.arguments if name not in ("query", "key", "value", "mask")))
-    attended = attention(replace(call.with_arguments(attn_mask=_shown(call)), result=call.shapes[0]))
-    assert isinstance(attended, PaddedValue), "attention with one result returns one value"
-
-    def weights(shape: TensorShape) -> PaddedValue:
-        batch, queries = attended.factors[:2]
-        value = PaddedValue((batch, *call.fresh(shape).factors[1:-2], queries, call.tensor("key").factors[1]))
-        to = {0: 0, 1: value.rank - 2}
-        pads: dict[Place, Pad | None] = {(to[dim], at): pad for (dim, at), pad in attended.padding}
-        return value.with_pads(pads | dict.fromkeys(call.places(value, [value.rank - 1]), 0.0))
-
-    return (attended, *call.sides(weights))
-
-
-def _shown(call: OpCall) -> PaddedValue | None:
-    """The mask as attention takes it. True, or a number other than zero, hides a key; ``mask_type`` names the shape.
-
-    0: [queries, keys], 1: [batch, keys], 2: [batch, heads, queries, keys]
-    """
-    mask = call.argument("mask")
-    if not isinstance(mask, PaddedValue):
-        return None
-    dims = {0: (0, 1), 1: (0, None, 1), 2: (0, 2, 3)}[call.argument("mask_type", default=0) or 0]
-    factors = tuple(mask.factors[dim] if dim is not None else () for dim in dims)
-    pads = {(dims.index(dim), at): not pad for (dim, at), pad in mask.padding if dim in dims and is_number(pad)}
-    return PaddedValue(factors, dtype=torch.bool).with_pads(pads)
-
-
 def flex_attention(call: OpCall) -> Returned:
     """``higher_order.flex_attention``: batches are apart, unless its functions read what differs between them."""
     others = dict(call.arguments)
@@ -165,9 +124,6 @@ def flex_attention(call: OpCall) -> Returned:
 
 _ALSO_MOVES = words("copy_ unfold slice_scatter select_scatter zero_padding")
 
-_HIDES = (attention, self_attention, multi_head_attention)
-"""Rules of operators that give no weight to what a mask of -inf hides."""
-
 
 def infinities_of(call: OpCall, rule: PaddingRule | None, value: PaddedValue) -> Pad | None:
     """What real entries of ``value`` hold if the graph makes some of them infinite, else None."""
@@ -184,6 +140,6 @@ def infinities_of(call: OpCall, rule: PaddingRule | None, value: PaddedValue) ->
     elif call.name in MOVES or call.name in _ALSO_MOVES:
         found = functools.reduce(by_data, (*held, *numbers))
     else:
-        found = blurred(*(map(shown, held) if rule in _HIDES or call.name == "logsumexp" else held))
+        found = blurred(*(map(shown, held) if rule is attention or call.name == "logsumexp" else held))
     found = cast_pad(found, value.dtype)
     return by_data(None, found) if is_extreme(found) else None

@@ -15,7 +15,7 @@ import sympy
 import torch
 
 from graphpass.padding import combining
-from graphpass.padding.making import Making, Operands
+from graphpass.padding.making import Making, Operands, need
 from graphpass.padding.program import RESULTS, Ref
 from graphpass.padding.sizes import product
 from graphpass.padding.values import Size, TensorShape
@@ -36,33 +36,25 @@ class _Entries:
         self.rows = TensorShape(tuple(sizes), wide)
         self.number = product(tuple(size for dim in self.dims for size in factors[dim]))
 
-    def averaged(self, ref: Ref, rows: TensorShape, less: int = 0, *, keepdim: bool = True) -> Ref | None:
+    def averaged(self, ref: Ref, rows: TensorShape, less: int = 0, *, keepdim: bool = True) -> Ref:
         """The sum over the dimensions by the number of entries, which may be less than those that are summed."""
         making = self.making
         filled = making.filled(ref, making.places(ref, self.dims), 0)
         # guard: made_fewer_than_summed
         number: Size = self.number if not less else sympy.Max(self.number - less, 0)
         count = making.real(number, TensorShape((), self._wide))
-        if filled is None or count is None:
-            return None
         arguments: dict[str, Any] = {"self": filled, "dim": self.dims, "keepdim": keepdim, "dtype": self._wide}
         total = making.emit("aten::sum.dim_IntList", rows, **arguments)
         making.inserted("the real number of entries", self.number, replace(rows, sizes=()))
         return making.emit("aten::div.Tensor", rows, self=total, other=count)
 
-    def moments(self, less: int = 0) -> tuple[Ref, Ref] | None:
+    def moments(self, less: int = 0) -> tuple[Ref, Ref]:
         """The variance and the mean."""
-        mean = self.averaged(self.ref, self.rows)
-        if mean is None:
-            return None
-        making = self.making
+        making, mean = self.making, self.averaged(self.ref, self.rows)
         centred = making.emit("aten::sub.Tensor", self.shape, self=self.ref, other=mean, alpha=1)
         zeroed = making.filled(centred, making.places(centred, self.dims), 0)
-        if zeroed is None:
-            return None
         squares = making.emit("aten::mul.Tensor", self.shape, self=zeroed, other=zeroed)
-        variance = self.averaged(squares, self.rows, less)
-        return None if variance is None else (variance, mean)
+        return self.averaged(squares, self.rows, less), mean
 
 
 def _cast(making: Making, ref: Ref, dtype: torch.dtype) -> Ref:
@@ -72,30 +64,25 @@ def _cast(making: Making, ref: Ref, dtype: torch.dtype) -> Ref:
     return making.emit("prims::convert_element_type", replace(shape, dtype=dtype), a=ref, dtype=dtype)
 
 
-def mean(operands: Operands, read: frozenset[int]) -> Ref | None:
+def mean(operands: Operands) -> Ref:
     """The sum, divided by the real number of entries."""
-    call, ref, shape = operands.call, operands.argument("self"), operands.node.result
-    if not isinstance(ref, Ref) or not isinstance(shape, TensorShape) or not shape.dtype.is_floating_point:
-        return None
+    call, ref, shape = operands.call, operands.ref("self"), operands.shape
+    need(shape.dtype.is_floating_point)
     entries = _Entries(operands.making, ref, combining.named_dims(call, call.tensor("self")), _wide(shape.dtype))
     rows = replace(shape, dtype=_wide(shape.dtype))
     made = entries.averaged(ref, rows, keepdim=bool(call.argument("keepdim", default=False)))
-    return None if made is None else _cast(operands.making, made, shape.dtype)
+    return _cast(operands.making, made, shape.dtype)
 
 
-def variance(operands: Operands, read: frozenset[int]) -> Ref | None:
+def variance(operands: Operands) -> Ref:
     """``var``, alone or with the mean."""
-    call, making, ref = operands.call, operands.making, operands.argument("self")
+    call, making, ref = operands.call, operands.making, operands.ref("self")
     shapes, correction = call.shapes, call.argument("correction", default=1)
     correction = 1 if correction is None else correction
-    value = call.tensor("self")
-    is_whole = correction == int(correction) and "unbiased" not in call.arguments
-    if not isinstance(ref, Ref) or value.dtype is None or not value.dtype.is_floating_point or not is_whole:
-        return None
-    dims = combining.named_dims(call, value)
-    moments = _Entries(making, ref, dims, _wide(value.dtype)).moments(int(correction))
-    if moments is None:
-        return None
+    dtype = making.shape_of(ref).dtype
+    need(dtype.is_floating_point and correction == int(correction) and "unbiased" not in call.arguments)
+    dims = combining.named_dims(call, call.tensor("self"))
+    moments = _Entries(making, ref, dims, _wide(dtype)).moments(int(correction))
     results = []
     for of_rows, shape in zip(moments, shapes, strict=False):
         part = of_rows
@@ -115,13 +102,12 @@ def _several(operands: Operands, parts: dict[int, Ref]) -> Ref:
     return operands.making.emit(RESULTS, shapes, results=refs)
 
 
-def bags(operands: Operands, read: frozenset[int]) -> Ref | None:
+def bags(operands: Operands) -> Ref:
     """A bag for each row of ids: the rows of the table that they name, summed or averaged or the greatest of them."""
-    call, making, table, ids = (operands.call, operands.making, *map(operands.argument, ("weight", "indices")))
+    call, making, table, ids = (operands.call, operands.making, *map(operands.ref, ("weight", "indices")))
     named, skipped = call.tensor("indices"), call.argument("padding_idx", default=-1)
     is_plain = call.argument("offsets") is None and call.argument("per_sample_weights") is None and skipped == -1
-    if not isinstance(table, Ref) or not isinstance(ids, Ref) or not is_plain or named.rank != 2:  # guard: made_bags
-        return None
+    need(is_plain and named.rank == 2)  # guard: made_bags
     shape, mode = call.shapes[0], call.argument("mode")
     sizes = (*making.shape_of(ids).sizes, shape.sizes[1])
     rows = making.emit("aten::embedding", replace(shape, sizes=sizes), weight=table, indices=ids, padding_idx=-1)
@@ -132,25 +118,21 @@ def bags(operands: Operands, read: frozenset[int]) -> Ref | None:
         fill = -math.inf if mode == 2 else 0
         made = making.filled(rows, making.places(rows, [1]), fill)
         op = "aten::amax" if mode == 2 else "aten::sum.dim_IntList"
-        made = None if made is None else making.emit(op, shape, self=made, dim=(1,), keepdim=False)
-    return None if made is None else _several(operands, {0: _cast(making, made, shape.dtype)})
+        made = making.emit(op, shape, self=made, dim=(1,), keepdim=False)
+    return _several(operands, {0: _cast(making, made, shape.dtype)})
 
 
-def averaged_windows(operands: Operands, read: frozenset[int]) -> Ref | None:
+def averaged_windows(operands: Operands) -> Ref:
     """The sum in each window by the number of its real entries, where the padding of a window does not count."""
-    call, making, ref = operands.call, operands.making, operands.argument("self")
-    value, shape, given = call.tensor("self"), operands.node.result, dict(operands.node.arguments)
-    counts = bool(given.get("count_include_pad", True)) and any(given.get("padding") or (0,))
-    if not isinstance(ref, Ref) or not isinstance(shape, TensorShape) or counts or "divisor_override" not in given:
-        return None
+    call, making, ref = operands.call, operands.making, operands.ref("self")
+    value, shape, given = call.tensor("self"), operands.shape, dict(operands.node.arguments)
+    need("divisor_override" in given and not (given.get("count_include_pad", True) and any(given["padding"] or (0,))))
     dims = list(combining.positions(call, value))
     sizes = tuple(size if dim in dims else 1 for dim, size in enumerate(making.shape_of(ref).sizes))
     ones = making.emit("aten::full", TensorShape(sizes, shape.dtype), size=sizes, fill_value=1.0, dtype=shape.dtype)
     windows = []
     for one in (ref, ones):
         filled = making.filled(one, making.places(one, dims), 0)
-        if filled is None:
-            return None
         of_one = (size if dim in dims or one is ref else 1 for dim, size in enumerate(shape.sizes))
         arguments = {**given, "self": filled, "divisor_override": 1}
         windows.append(making.emit(operands.node.op, replace(shape, sizes=tuple(of_one)), **arguments))

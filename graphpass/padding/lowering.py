@@ -121,7 +121,7 @@ class _Writer:
             if at != last[node]
             or (isinstance(node.target, operators.OpOverload) and node.target.name() != original.nodes[at].op)
         }
-        kept = in_parts - self._changed_inside(original, made, last)  # guard: made_in_parts
+        kept = in_parts - self._changed_inside(original, made, last)  # guard: made_in_parts, made_in_whole
         stands_for = [node if at == last[node] else None for at, node in self._recorded.items()]
         self._originals = [*self._values, *stands_for]
         for node, source, front in zip(made.graph.nodes, made.sources, fronts, strict=True):

@@ -44,8 +44,18 @@ Fill: TypeAlias = float | int | bool | sympy.Basic
 Repair: TypeAlias = "Callable[[Operands], None]"
 """Replaces operands of a node by what its operator takes for nothing in their padding."""
 
-Rewrite: TypeAlias = "Callable[[Operands, frozenset[int]], Ref | None]"
-"""Adds the nodes that stand for a node of which these results are read; None if it cannot."""
+Rewrite: TypeAlias = "Callable[[Operands], Ref]"
+"""Adds the nodes that stand for a node, its result last."""
+
+
+class NotMade(Exception):  # noqa: N818 - control flow within the walk, never raised to a caller
+    """Raised by a repair, or by the walk that it asks for something: the call is not repaired in this way."""
+
+
+def need(condition: object) -> None:
+    """Give the repair at hand up unless the condition holds."""
+    if not condition:
+        raise NotMade
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,26 +116,32 @@ class Making(Walk):
 
     def _repaired(self, position: int, node: AtenNode) -> Ref:
         """Add a node, with repairs if its rule accepts them; returns its value."""
-        name = base_name(node.op)
-        repair, rewrite = self._repairs.operands.get(name), self._repairs.rewrites.get(name)
         if position not in self._can_change or node.writes or node.bases or node.op == GETITEM:
             return self._strict(node, position)
         self._where, self._for = node.where, node.op.replace("::", ".")
-        before = self._mark()
-        operands = Operands(self, node)
+        read = self._items.get(len(self._at), frozenset())
+        rewrite = self._repairs.rewrites.get(base_name(node.op))
+        for attempt in (self._with_operands, rewrite) if rewrite is not None else (self._with_operands,):
+            before = len(self._values), len(self._nodes), len(self.insertions)
+            try:
+                ref = attempt(Operands(self, node, read))
+                if not self._refused(range(before[0], ref.index + 1), read):
+                    assert ref.index == len(self._values) - 1, "a repair ends with its result"
+                    self._sources[-1] = position
+                    return ref
+            except NotMade:
+                pass
+            self._take_back(*before)  # guard: made_refusals_are_taken_back
+        return self._strict(node, position)
+
+    def _with_operands(self, operands: Operands) -> Ref:
+        """The node with other operands."""
+        node = operands.node
         self._repairs.of_indices(operands)
+        repair = self._repairs.operands.get(base_name(node.op))
         if repair is not None:
             repair(operands)
-        repaired, read = self._strict(operands.node, position, is_repaired=operands.node != node), self._read()
-        if not self._refused(range(repaired.index, repaired.index + 1), read):
-            return repaired
-        self._take_back(before)
-        if rewrite is not None:
-            rewritten = rewrite(Operands(self, node), read)
-            if rewritten is not None and not self._refused(range(before[0], rewritten.index + 1), read):
-                return self._closed(rewritten, position)
-            self._take_back(before)  # guard: made_refusals_are_taken_back
-        return self._strict(node, position)
+        return self._strict(operands.node, None, is_repaired=operands.node != node)
 
     def _strict(self, node: AtenNode, source: int | None, *, is_repaired: bool = False) -> Ref:
         """Add a node; what its rule says of padding under assumptions is not relied on, unless it was repaired."""
@@ -148,24 +164,11 @@ class Making(Walk):
         """Record a repair of the operator at hand, for a padded size, which makes a tensor of this shape."""
         self.insertions.append(Insertion(self._for, self._where, what, size, shape.sizes, shape.dtype.itemsize))
 
-    def _closed(self, ref: Ref, source: int) -> Ref:
-        """Let the last node that a rewrite added stand for the node at ``source``."""
-        assert ref.index == len(self._values) - 1, "a rewrite ends with its result"
-        self._sources[-1] = source
-        return ref
-
-    def _mark(self) -> tuple[int, ...]:
-        return len(self._values), len(self._nodes), len(self.insertions)
-
-    def _take_back(self, mark: tuple[int, ...]) -> None:
-        """Remove what was added since ``mark``."""
-        del self._values[mark[0] :], self._depends[mark[0] :]
-        del self._nodes[mark[1] :], self._sources[mark[1] :], self.insertions[mark[2] :]
-        self._inserted = {key: ref for key, ref in self._inserted.items() if ref.index < mark[0]}
-
-    def _read(self) -> frozenset[int]:
-        """Which results of the node at hand are read, if it has several."""
-        return self._items.get(len(self._at), frozenset())
+    def _take_back(self, values: int, nodes: int, insertions: int) -> None:
+        """Remove all but so many."""
+        del self._values[values:], self._depends[values:]
+        del self._nodes[nodes:], self._sources[nodes:], self.insertions[insertions:]
+        self._inserted = {key: ref for key, ref in self._inserted.items() if ref.index < values}
 
     def _refused(self, added: range, read: frozenset[int]) -> bool:
         """Whether one of these values has findings that its operands lack; results that nothing reads do not count."""
@@ -194,13 +197,9 @@ class Making(Walk):
         node = AtenNode(op, tuple(arguments.items()), result, self._where)
         return self._strict(node, None, is_repaired=op.startswith("graphpass::"))
 
-    def filled(self, ref: Ref, places: Sequence[Place], fill: Fill) -> Ref | None:
-        """The value with ``fill`` in the padding at ``places``; None if a size cannot be computed."""
+    def filled(self, ref: Ref, places: Sequence[Place], fill: Fill) -> Ref:
+        """The value with ``fill`` in the padding at ``places``."""
         value = self._values[ref.index]
-        for dim, at in places:
-            of_dim = value.factors[dim]
-            if not (is_computed(of_dim[at]) and is_computed(product(of_dim[at + 1 :]))):
-                return None
         held = held_after(fill, value.dtype)
         has_no_corners = len(places) < 2 or value.constant is not None
         for place in places:
@@ -216,6 +215,7 @@ class Making(Walk):
         value: PaddedValue = self._values[ref.index]
         (dim, at), shape = place, self.shape_of(ref)
         of_dim = value.factors[dim]
+        need(is_computed(of_dim[at]) and is_computed(product(of_dim[at + 1 :])))
         made = self._before_expansion(ref, place, fill)
         if made is None:
             made = self.emit(
@@ -258,15 +258,14 @@ class Making(Walk):
         value = self._values[ref.index]
         return TensorShape(tuple(product(of_dim) for of_dim in value.factors), value.dtype)
 
-    def counted(self, ref: Ref, size: Size, *, wraps: bool, is_longer: bool = False) -> Ref | None:
-        """An index as it counts in the real size of a dimension; None if that cannot be computed.
+    def counted(self, ref: Ref, size: Size, *, wraps: bool, is_longer: bool = False) -> Ref:
+        """An index as it counts in the real size of a dimension.
 
         In its padding it is 0, or with ``is_longer`` the index behind the last entry, for operators that write.
         ``wraps`` says whether negative indices count from the end; otherwise the operator refuses them.
         """
         value: PaddedValue = self._values[ref.index]
-        if not is_computed(size) or value.dtype not in (torch.int32, torch.int64):
-            return None
+        need(is_computed(size) and value.dtype in (torch.int32, torch.int64))
         key = (ref, "counted", size, wraps, is_longer)
         if key not in self._inserted:
             shape = self.shape_of(ref)
@@ -276,13 +275,12 @@ class Making(Walk):
         fill = sympy.sympify(size) if is_longer else 0
         return self.filled(made, self._sizes.places(self._values[made.index]), fill)
 
-    def real(self, size: Size, shape: TensorShape, counted: Size | None = None) -> Ref | None:
-        """The real value of an expression over sizes, for each entry of a tensor; None if it cannot be computed.
+    def real(self, size: Size, shape: TensorShape, counted: Size | None = None) -> Ref:
+        """The real value of an expression over sizes, for each entry of a tensor.
 
         ``counted`` is the size of the dimension that the entries index, if they do; then padding is 0, which exists.
         """
-        if not is_computed(size):
-            return None
+        need(is_computed(size))
         key = ("real", size, shape, counted)
         if key not in self._inserted:
             self._inserted[key] = self.emit(REAL_SIZE, shape, size=size, counted=counted)
@@ -290,18 +288,15 @@ class Making(Walk):
         places = self._sizes.places(self._values[made.index])
         return made if counted is None else self.filled(made, places, 0)  # guard: made_places_exist
 
-    def picked(self, ref: Ref, dim: int, places: Sequence[Size], lengths: Sequence[Size]) -> Ref | None:
+    def picked(self, ref: Ref, dim: int, places: Sequence[Size], lengths: Sequence[Size]) -> Ref:
         """The entries at ``places`` in as many dimensions from ``dim`` on, which are now dimensions of ``lengths``.
 
-        A place is an expression over real sizes and the indices in the new dimensions; None if it cannot be computed.
+        A place is an expression over real sizes and the indices in the new dimensions.
         """
         of_dims = self._values[ref.index].factors[dim : dim + len(places)]
-        shape, indices = TensorShape(tuple(lengths), torch.int64), list[Ref]()
-        for place, of_dim in zip(places, of_dims, strict=True):
-            index = self.real(place, shape, product(of_dim))
-            if index is None or not is_computed(product(of_dim)):
-                return None
-            indices.append(index)
+        shape = TensorShape(tuple(lengths), torch.int64)
+        need(all(is_computed(product(of_dim)) for of_dim in of_dims))
+        indices = [self.real(place, shape, product(of)) for place, of in zip(places, of_dims, strict=True)]
         sizes, dtype = self.shape_of(ref).sizes, self.shape_of(ref).dtype
         result = TensorShape((*sizes[:dim], *lengths, *sizes[dim + len(places) :]), dtype)
         padded = next((size for of_dim in of_dims for size in of_dim if self._sizes.padded(size)), lengths[0])
@@ -338,21 +333,28 @@ def _items_read(graph: AtenGraph) -> dict[int, frozenset[int]]:
 
 
 class Operands:
-    """The operands of one node, which repairs replace."""
+    """The operands of one node, of which these results are read; repairs replace them."""
 
-    def __init__(self, making: Making, node: AtenNode) -> None:
-        self.making, self.node = making, node
+    def __init__(self, making: Making, node: AtenNode, read: frozenset[int]) -> None:
+        self.making, self.node, self.read = making, node, read
         self.call = making.call_of(node)
 
-    def argument(self, *path: Any) -> Any:
-        """The argument at a path as it stands in the node."""
-        found = dict(self.node.arguments).get(path[0])
-        return found[path[1]] if len(path) == 2 and isinstance(found, tuple) else found
+    @property
+    def shape(self) -> TensorShape:
+        """The shape of the one result."""
+        need(isinstance(self.node.result, TensorShape))
+        return self.call.shape
 
-    def replaced(self, path: ArgumentPath, ref: Ref | None) -> None:
-        """Put a value in the place of an argument, unless there is none."""
-        if ref is None:
-            return
+    def ref(self, *path: Any) -> Ref:
+        """The tensor at a path as it stands in the node."""
+        found = dict(self.node.arguments).get(path[0])
+        found = found[path[1]] if len(path) == 2 and isinstance(found, tuple) else found
+        if not isinstance(found, Ref):
+            raise NotMade
+        return found
+
+    def replaced(self, path: ArgumentPath, ref: Ref) -> None:
+        """Put a value in the place of an argument."""
         name, at = path[0], path[1] if len(path) == 2 else None
         arguments = dict(self.node.arguments)
         arguments[name] = (
@@ -363,6 +365,5 @@ class Operands:
 
     def filled(self, path: ArgumentPath, places: Sequence[Place], fill: Fill) -> None:
         """Fill the padding of an operand at some places."""
-        ref = self.argument(*path)
-        if isinstance(ref, Ref) and places:
-            self.replaced(path, self.making.filled(ref, places, fill))
+        if places:
+            self.replaced(path, self.making.filled(self.ref(*path), places, fill))

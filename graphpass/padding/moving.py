@@ -15,7 +15,7 @@ import sympy
 import torch
 
 from graphpass.compat import symbolic
-from graphpass.padding.making import Making, Operands, is_computed
+from graphpass.padding.making import Making, Operands, is_computed, need
 from graphpass.padding.neutral import INDEX, REAL_ORDER, REAL_SIZE
 from graphpass.padding.program import GETITEM, RESULTS, Ref
 from graphpass.padding.sizes import is_zero_size, product
@@ -24,65 +24,59 @@ from graphpass.padding.values import PaddedValue, Size, TensorShape
 _AT = INDEX[0]  # the index in a dimension that replaces one
 
 
-def _one_dim(operands: Operands, dim: int, place: Any, length: Size) -> Ref | None:
+def _one_dim(operands: Operands, dim: int, place: Any, length: Size) -> Ref:
     """The operand, with the entries at ``place`` in one dimension."""
-    ref = operands.argument("self")
-    return operands.making.picked(ref, dim, [place], [length]) if isinstance(ref, Ref) else None
+    return operands.making.picked(operands.ref("self"), dim, [place], [length])
 
 
-def selected(operands: Operands, read: frozenset[int]) -> Ref | None:
+def selected(operands: Operands) -> Ref:
     """An entry counted from the end of a padded dimension, or by a padded size."""
-    call, shape = operands.call, operands.node.result
-    value, index = call.tensor("self"), call.argument("index")
-    if not isinstance(shape, TensorShape) or isinstance(index, PaddedValue):
-        return None
+    call, index = operands.call, operands.call.argument("index")
+    need(not isinstance(index, PaddedValue))
+    value = call.tensor("self")
     dim = call.dim(call.argument("dim"), value.rank)
     from_end = isinstance(index, int) and index < 0  # guard: made_last_entry
     entry = _one_dim(operands, dim, product(value.factors[dim]) + index if from_end else index, 1)
-    return None if entry is None else operands.making.emit("aten::squeeze.dim", shape, self=entry, dim=dim)
+    return operands.making.emit("aten::squeeze.dim", operands.shape, self=entry, dim=dim)
 
 
-def sliced(operands: Operands, read: frozenset[int]) -> Ref | None:
+def sliced(operands: Operands) -> Ref:
     """Entries counted from the end of a padded dimension, or by a padded size; not where the ends of it cut them."""
-    call, shape = operands.call, operands.node.result
+    call = operands.call
     value, step = call.tensor("self"), call.argument("step", default=1)
     dim = call.dim(call.argument("dim", default=0), value.rank)
     whole = product(value.factors[dim])
     start, end = call.argument("start"), call.argument("end")
     first, last = (whole + at if isinstance(at, int) and at < 0 else at for at in (start or 0, end))
     last = whole if last in (None, sys.maxsize) else last
-    if not isinstance(shape, TensorShape) or not isinstance(step, int):
-        return None
-    length = shape.sizes[dim]
+    need(isinstance(step, int))
+    length = operands.shape.sizes[dim]
     steps = last - first if step == 1 else symbolic.floor_div(last - first + step - 1, step)
-    if not is_zero_size(steps - length):  # guard: made_slice
-        return None
+    need(is_zero_size(steps - length))  # guard: made_slice
     return _one_dim(operands, dim, first + step * _AT, length)
 
 
-def flipped(operands: Operands, read: frozenset[int]) -> Ref | None:
+def flipped(operands: Operands) -> Ref:
     """Entries in the other order, from the last real one on."""
     return _along_dims(operands, operands.call.argument("dims"), lambda at, size: size - 1 - _AT)
 
 
-def rolled(operands: Operands, read: frozenset[int]) -> Ref | None:
+def rolled(operands: Operands) -> Ref:
     """Entries that leave at the real end come in at the front."""
     shifts, dims = operands.call.argument("shifts"), operands.call.argument("dims", default=())
-    if len(dims) != len(shifts):
-        return None
+    need(len(dims) == len(shifts))
     return _along_dims(operands, dims, lambda at, size: sympy.Mod(_AT - shifts[at], size))
 
 
-def _along_dims(operands: Operands, dims: Sequence[int], place: Callable[[int, Any], Any]) -> Ref | None:
+def _along_dims(operands: Operands, dims: Sequence[int], place: Callable[[int, Any], Any]) -> Ref:
     """The operand with entries at other places along some dimensions, each as long as before."""
     making, value = operands.making, operands.call.tensor("self", "a")
-    ref = operands.argument("self" if "self" in operands.call.arguments else "a")
+    ref = operands.ref("self" if "self" in operands.call.arguments else "a")
+    need(dims)
     for at, dim in enumerate(operands.call.dim(dim, value.rank) for dim in dims):
         size = product(value.factors[dim])
         ref = making.picked(ref, dim, [place(at, size)], [size])
-        if ref is None:
-            return None
-    return ref if isinstance(ref, Ref) and dims else None
+    return ref
 
 
 def repeated(place: Any, size: Any) -> Any:
@@ -90,17 +84,14 @@ def repeated(place: Any, size: Any) -> Any:
     return sympy.Min(sympy.Max(place, 0), size - 1)
 
 
-def counted(operands: Operands, read: frozenset[int]) -> Ref | None:
+def counted(operands: Operands) -> Ref:
     """Numbers that start or step by a padded size."""
-    call, shape = operands.call, operands.node.result
+    call, shape = operands.call, operands.shape
     start, step = call.argument("start", default=0), call.argument("step", default=1)
-    if not isinstance(shape, TensorShape) or (isinstance(step, float) and not step.is_integer()):
-        return None
-    step = int(step) if isinstance(step, float) else step
+    step = int(step) if isinstance(step, float) and step.is_integer() else step
     is_whole = all(isinstance(number, (int, sympy.Basic)) and is_computed(number) for number in (start, step))
     is_exact = not shape.dtype.is_floating_point or shape.dtype.itemsize >= 4  # guard: made_numbers_are_exact
-    if not is_whole or not is_exact or type(start).__name__ == "ToFloat":
-        return None
+    need(is_whole and is_exact and type(start).__name__ != "ToFloat")
     operands.making.inserted("the real numbers", shape.sizes[0], shape)
     return operands.making.emit(REAL_SIZE, shape, size=start + step * _AT, counted=None)  # guard: made_ranges_apart
 
@@ -114,69 +105,57 @@ def _places(flat: Any, sizes: Sequence[Size]) -> list[Any]:
     return places
 
 
-def viewed(operands: Operands, read: frozenset[int]) -> Ref | None:
+def viewed(operands: Operands) -> Ref:
     """A view that cuts through padded sizes: each entry at its place in the order of the real ones."""
-    call, shape, ref = operands.call, operands.node.result, operands.argument("self")
-    if not isinstance(shape, TensorShape) or not isinstance(ref, Ref) or "dtype" in call.arguments:
-        return None
+    call, shape = operands.call, operands.shape
+    need("dtype" not in call.arguments)
     before = [product(of_dim) for of_dim in call.tensor("self").factors]
     after = list(shape.sizes)
     first = next((at for at, (old, new) in enumerate(zip(before, after, strict=False)) if old != new), 0)
     while before[first:] and after[first:] and is_zero_size(before[-1] - after[-1]):
         before.pop(), after.pop()
     old, new = before[first:], after[first:]
-    if not old or not is_zero_size(product(tuple(old)) - product(tuple(new))):
-        return None
+    need(old and len(new) <= len(INDEX) and is_zero_size(product(tuple(old)) - product(tuple(new))))
     flat: Any = sum(index * product(tuple(new[at + 1 :])) for at, index in zip(range(len(new)), INDEX, strict=False))
-    places = _places(flat, old)
-    return operands.making.picked(ref, first, places, new) if len(new) <= len(INDEX) else None
+    return operands.making.picked(operands.ref("self"), first, _places(flat, old), new)
 
 
-def _from_place_on(making: Making, place: Any, dim: int, shape: TensorShape, inside: Ref, outside: Ref) -> Ref | None:
+def _from_place_on(making: Making, place: Any, dim: int, shape: TensorShape, inside: Ref, outside: Ref) -> Ref:
     """``inside`` where the place is at least 0, else ``outside``."""
     behind = [1] * (len(shape.sizes) - 1 - dim)
     at = making.real(place, TensorShape((shape.sizes[dim], *behind), torch.int64))
-    if at is None:
-        return None
     is_inside = making.emit("aten::ge.Scalar", replace(making.shape_of(at), dtype=torch.bool), self=at, other=0)
     return making.emit("aten::where.self", shape, condition=is_inside, self=inside, other=outside)
 
 
-def joined(operands: Operands, read: frozenset[int]) -> Ref | None:
+def joined(operands: Operands) -> Ref:
     """Each part begins where the real entries of the one before it end."""
-    call, making, shape = operands.call, operands.making, operands.node.result
-    refs = operands.argument("tensors")
-    if not isinstance(shape, TensorShape):
-        return None
+    call, making, shape = operands.call, operands.making, operands.shape
     dim = call.dim(call.argument("dim", default=0), len(shape.sizes))
     start = sympy.Integer(0)
     result: Ref | None = None
-    for given in refs:
-        ref, value = given, making.value(given)
+    for number in range(len(call.argument("tensors"))):
+        ref = operands.ref("tensors", number)
+        value = making.value(ref)
         # guard: made_parts_of_one_type
-        if value.rank != len(shape.sizes) or value.dtype is not shape.dtype or value.factors[dim] == (0,):
-            return None
+        need(value.rank == len(shape.sizes) and value.dtype is shape.dtype and value.factors[dim] != (0,))
         of_dim, size, length = value.factors[dim], product(value.factors[dim]), shape.sizes[dim]
         if len(of_dim) > 1:
             sizes = making.shape_of(ref).sizes
             apart = (*sizes[:dim], *of_dim, *sizes[dim + 1 :])
             ref = making.emit("aten::view", replace(making.shape_of(ref), sizes=apart), self=ref, size=apart)
         part = making.picked(ref, dim, _places(repeated(_AT - start, size), of_dim or (1,)), [length])
-        if part is not None and result is not None:
-            part = _from_place_on(making, _AT - start, dim, shape, part, result)
-        if part is None:
-            return None
-        result = part
+        result = part if result is None else _from_place_on(making, _AT - start, dim, shape, part, result)
         start = start + size
+    assert result is not None, "at least one tensor is joined"
     return result
 
 
-def replaced_part(operands: Operands, read: frozenset[int]) -> Ref | None:
+def replaced_part(operands: Operands) -> Ref:
     """Entries between two real places come from another tensor."""
-    call, making, shape = operands.call, operands.making, operands.node.result
-    ref, source, step = operands.argument("self"), operands.argument("src"), call.argument("step", default=1)
-    if not isinstance(shape, TensorShape) or not isinstance(ref, Ref) or not isinstance(source, Ref) or step != 1:
-        return None
+    call, making, shape = operands.call, operands.making, operands.shape
+    ref, source = operands.ref("self"), operands.ref("src")
+    need(call.argument("step", default=1) == 1)
     dim = call.dim(call.argument("dim", default=0), len(shape.sizes))
     whole = shape.sizes[dim]
     first = call.argument("index", "start") or 0
@@ -188,17 +167,16 @@ def replaced_part(operands: Operands, read: frozenset[int]) -> Ref | None:
     length = making.shape_of(source).sizes[dim]
     part = making.picked(source, dim, [repeated(_AT - first, length)], [whole])
     is_inside = sympy.Min(_AT - first, first + length - 1 - _AT)
-    return None if part is None else _from_place_on(making, is_inside, dim, shape, part, ref)
+    return _from_place_on(making, is_inside, dim, shape, part, ref)
 
 
-def ordered(operands: Operands, read: frozenset[int]) -> Ref | None:
+def ordered(operands: Operands) -> Ref:
     """``sort``, and ``topk`` as the first entries of one: padding comes last."""
-    call, making, ref = operands.call, operands.making, operands.argument("self")
-    value, shapes = call.tensor("self"), operands.node.result
+    call, making, ref = operands.call, operands.making, operands.ref("self")
+    value, shapes = call.tensor("self"), call.shapes
     dim = call.dim(call.argument("dim", default=-1), value.rank)
     of_dim, count = value.factors[dim], call.argument("k")
-    if not isinstance(ref, Ref) or not isinstance(shapes, tuple) or len(of_dim) != 1 or isinstance(count, sympy.Basic):
-        return None
+    need(len(of_dim) == 1 and not isinstance(count, sympy.Basic))
     descending = bool(call.argument("descending", "largest", default=False))
     whole = making.shape_of(ref)
     both = (whole, replace(whole, dtype=torch.int64))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import fx
 
 from graphpass.compat import operators, symbolic, trees
 from graphpass.compat.nnmodules import where_of
+from graphpass.padding.fused import PARTS
 from graphpass.padding.indexing import BAGS, checks_numbers
 from graphpass.padding.sizes import as_size, is_zero_size, product, quotient
 from graphpass.padding.table import rule_for
@@ -89,12 +90,15 @@ class AtenGraph:
         return _Reader(graph_module).read()
 
     @staticmethod
-    def as_decomposed(graph_module: fx.GraphModule) -> tuple[AtenGraph, dict[int, fx.Node]]:
+    def as_decomposed(
+        graph_module: fx.GraphModule, decompositions: Mapping[Any, Callable[..., Any]]
+    ) -> tuple[AtenGraph, dict[int, fx.Node]]:
         """The record without whole softmaxes in place of their parts; {position of a node in it: what it records}.
 
-        Several positions of one node are its parts. The last of them stands for it.
+        Several positions of one node are its parts. The last of them stands for it. ``decompositions`` are those of the
+        graph's compiler, by which parts are divided, too.
         """
-        reader = _Reader(graph_module, completes_softmax=False)
+        reader = _Reader(graph_module, decompositions)
         return reader.read(), reader.recorded
 
 
@@ -113,10 +117,12 @@ _PLAIN = (Ref, bool, int, float, complex, str, sympy.Basic, torch.dtype, torch.l
 class _Reader:
     """Reads one graph module, node by node."""
 
-    def __init__(self, graph_module: fx.GraphModule, *, completes_softmax: bool = True) -> None:
-        self._module = graph_module
+    def __init__(
+        self, graph_module: fx.GraphModule, decompositions: Mapping[Any, Callable[..., Any]] | None = None
+    ) -> None:
+        self._module, self._decompositions = graph_module, decompositions or {}
         always = (_cut_padding, _comparison, _bags_of_rows)
-        self._patterns = (_softmax, *always) if completes_softmax else always
+        self._patterns = (_softmax, *always) if decompositions is None else always
         self.recorded: dict[int, fx.Node] = {}
         self._at: dict[fx.Node, Any] = {}
         self._nodes: list[AtenNode] = []
@@ -180,27 +186,34 @@ class _Reader:
         """The result of an operator of the graph recorded as the operators that it consists of; None if it is not."""
         if not isinstance(node.target, operators.OpOverload) or not _is_composed(node.target):
             return None
+        function = PARTS.get(node.target.name(), symbolic.decomposition_of(node.target))
         self._taped.update({id(one.meta.get("val")): self._at[one] for one in node.all_input_nodes})
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.meta.get("val"))
-        return self._of_parts(node.target, args, kwargs, node.meta.get("val"), where_of(node.meta.get("stack_trace")))
+        return self._of_parts(function, args, kwargs, node.meta.get("val"), where_of(node.meta.get("stack_trace")))
 
-    def _of_parts(self, op: Any, args: Any, kwargs: Any, result: Any, where: str) -> Ref | None:
+    def _function_of(self, op: Any) -> Callable[..., Any] | None:
+        """What a part consists of, as the compiler or torch says; None if it stays whole."""
+        return self._decompositions.get(op) or (symbolic.decomposition_of(op) if _is_composed(op) else None)
+
+    def _of_parts(self, function: Any, args: Any, kwargs: Any, result: Any, where: str) -> Ref | None:
         """The result of a call with fake tensors, recorded in parts; None if it has none, or if one writes."""
-        tape = symbolic.decomposition_tape(op, args, kwargs) if _is_composed(op) and trees.tensors(result) else None
-        if tape is None or not tape.is_closed(set(map(id, trees.tensors((args, kwargs))))):
+        tape = symbolic.decomposition_tape(function, args, kwargs) if function and trees.tensors(result) else None
+        given = trees.tensors((args, kwargs))
+        if tape is None or not tape.read() <= set(map(id, (*given, *trees.tensors([call[-1] for call in tape.calls])))):
             return None
         self._tapes.append(tape)
-        before = len(self._nodes)
+        before, read = len(self._nodes), tape.read()
         for called, args, kwargs, part in tape.calls:
-            ref = self._of_parts(called, args, kwargs, part, where)
+            ref = self._of_parts(self._function_of(called), args, kwargs, part, where)
             if ref is None and operators.is_mutable(called):
                 del self._nodes[before:]
                 return None
             ref = ref or self._called(called, args, kwargs, part, where)
             self._taped[id(part)] = ref
             for at, one in enumerate(part if isinstance(part, (list, tuple)) else ()):
-                item = AtenNode(GETITEM, (("of", ref), ("at", at)), self._shape_of(one), where)
-                self._taped[id(one)] = self._added(item)
+                if id(one) in read:
+                    item = AtenNode(GETITEM, (("of", ref), ("at", at)), self._shape_of(one), where)
+                    self._taped[id(one)] = self._added(item)
         found, shape = self._plain(tape.result), self._shape_of(result)
         if isinstance(found, Ref):
             is_last = found.index == self.next.index - 1

@@ -11,7 +11,7 @@ import torch
 
 from graphpass.padding import averaging, combining, moving
 from graphpass.padding.indexing import WRITES, index_operands, is_whole, new_places, stays_real
-from graphpass.padding.making import Operands, Repair, Repairs, Rewrite, base_name
+from graphpass.padding.making import NotMade, Operands, Repair, Repairs, Rewrite, base_name, need
 from graphpass.padding.opcall import words
 from graphpass.padding.program import Ref
 from graphpass.padding.sizes import product
@@ -109,10 +109,9 @@ def _indices(operands: Operands) -> None:
     """
     call, making = operands.call, operands.making
     for path, index, of_dim in index_operands(call):
-        ref = operands.argument(*path)
-        if not isinstance(ref, Ref) or index.dtype not in (torch.int32, torch.int64):
+        if index.dtype not in (torch.int32, torch.int64):
             continue
-        writes = call.name in WRITES
+        ref, writes = operands.ref(*path), call.name in WRITES
         if is_whole(index, of_dim) or (not writes and stays_real(call, index, of_dim) and index.constant is None):
             continue
         if writes:
@@ -168,12 +167,18 @@ _OPERANDS: Mapping[str, Repair] = {
 # --- operators that are rewritten
 
 
-def _by_number(operands: Operands, read: frozenset[int]) -> Ref | None:
+def _size_in(operands: Operands, name: str) -> sympy.Expr:
+    """The argument that is a size."""
+    number = operands.call.argument(name)
+    if not isinstance(number, sympy.Expr):
+        raise NotMade
+    return number
+
+
+def _by_number(operands: Operands) -> Ref:
     """A padded size as a number: the real one, in float32 at least, as a number is not rounded to 16 bits."""
-    making, ref, shape = operands.making, operands.argument("self"), operands.node.result
-    number = operands.call.argument("other")
-    if not isinstance(ref, Ref) or not isinstance(number, sympy.Expr) or not isinstance(shape, TensorShape):
-        return None
+    number = _size_in(operands, "other")
+    making, ref, shape = operands.making, operands.ref("self"), operands.shape
     value: PaddedValue = making.value(ref)
     is_narrow = value.dtype in (torch.float16, torch.bfloat16)  # guard: made_number_is_exact
     is_float = value.dtype is not None and value.dtype.is_floating_point
@@ -182,8 +187,6 @@ def _by_number(operands: Operands, read: frozenset[int]) -> Ref | None:
     own = value.dtype if value.dtype is not None and has_own else torch.int64
     wide = torch.float32 if is_narrow else own
     size = making.real(number, TensorShape((), wide))
-    if size is None:
-        return None
     making.inserted(f"the real {number}", number, replace(shape, sizes=()))
     if is_narrow:
         ref = making.emit("prims::convert_element_type", replace(making.shape_of(ref), dtype=wide), a=ref, dtype=wide)
@@ -195,17 +198,14 @@ def _by_number(operands: Operands, read: frozenset[int]) -> Ref | None:
     return making.emit("prims::convert_element_type", shape, a=computed, dtype=shape.dtype) if is_narrow else computed
 
 
-def _bounded(operands: Operands, read: frozenset[int]) -> Ref | None:
+def _bounded(operands: Operands) -> Ref:
     """``clamp`` by a padded size: by the real one."""
-    call, making, ref, shape = operands.call, operands.making, operands.argument("self"), operands.node.result
-    if not isinstance(ref, Ref) or not isinstance(shape, TensorShape) or call.tensor("self").dtype is not shape.dtype:
-        return None
+    call, making, ref, shape = operands.call, operands.making, operands.ref("self"), operands.shape
+    need(call.tensor("self").dtype is shape.dtype)
     for name, op in (("min", "aten::maximum"), ("max", "aten::minimum")):
         number = call.argument(name)
         if isinstance(number, sympy.Expr):
             bound = making.real(number, TensorShape((), shape.dtype))
-            if bound is None:
-                return None
             making.inserted(f"the real {number}", number, replace(shape, sizes=()))
             ref = making.emit(op, shape, self=ref, other=bound)
         elif number is not None:
@@ -213,45 +213,37 @@ def _bounded(operands: Operands, read: frozenset[int]) -> Ref | None:
     return ref
 
 
-def _scalar(operands: Operands, read: frozenset[int]) -> Ref | None:
+def _scalar(operands: Operands) -> Ref:
     """A tensor of a padded size: of the real one."""
-    number, shape = operands.call.argument("s"), operands.node.result
-    if not isinstance(number, sympy.Expr) or not isinstance(shape, TensorShape):
-        return None
+    number, shape = _size_in(operands, "s"), operands.shape
     operands.making.inserted(f"the real {number}", number, shape)
     return operands.making.real(number, shape)
 
 
-def _attention(operands: Operands, read: frozenset[int]) -> Ref | None:
+def _attention(operands: Operands) -> Ref:
     """Attention without a mask gets one that hides padded keys."""
     call, making = operands.call, operands.making
     query, key = call.tensor("query"), call.tensor("key")
-    name = base_name(operands.node.op)
-    takes = _WITH_MASK.get(name)
     is_masked = isinstance(call.argument("attn_mask", "attn_bias"), PaddedValue)
-    if takes is None or is_masked or not read <= {0} or call.argument("is_causal", default=False):
-        return None
-    if call.argument("dropout_p", default=0.0) or query.rank != 4 or query.dtype is None:
-        return None
-    operator, mask_name, is_expanded = takes
+    need(not is_masked and operands.read <= {0} and not call.argument("is_causal", default=False))
+    need(not call.argument("dropout_p", default=0.0) and query.rank == 4)
+    operator, mask_name, is_expanded = _WITH_MASK[base_name(operands.node.op)]
     _attended(operands)
-    keys = making.shape_of(operands.argument("key")).sizes[2]
+    keys = making.shape_of(operands.ref("key")).sizes[2]
     places = call.places(key, [2])
-    row = making.emit("aten::full", TensorShape((keys,), query.dtype), size=(keys,), fill_value=0.0, dtype=query.dtype)
-    if making.value(row).factors != (key.factors[2],):
-        return None
+    of_queries = making.shape_of(operands.ref("query"))
+    sizes, dtype = of_queries.sizes, of_queries.dtype
+    row = making.emit("aten::full", TensorShape((keys,), dtype), size=(keys,), fill_value=0.0, dtype=dtype)
+    need(making.value(row).factors == (key.factors[2],))
     hidden = making.filled(row, [(0, at) for _, at in places], -math.inf)
-    if hidden is None:
-        return None
-    sizes = making.shape_of(operands.argument("query")).sizes
     wide = (*sizes[:3], keys) if is_expanded else (1, 1, 1, keys)
-    mask = making.emit("aten::expand", TensorShape(wide, query.dtype), self=hidden, size=wide)
+    mask = making.emit("aten::expand", TensorShape(wide, dtype), self=hidden, size=wide)
     given = dict(operands.node.arguments)
     arguments = {one: given[one] for one in ("query", "key", "value")} | {mask_name: mask}
     arguments |= {"compute_log_sumexp": False} if mask_name == "attn_bias" else {}
     arguments |= {"dropout_p": 0.0, "is_causal": False, "scale": given.get("scale")}
     node = replace(operands.node, op=operator, arguments=tuple(arguments.items()))
-    making.inserted("a mask of padded keys", keys, TensorShape((keys,), query.dtype))
+    making.inserted("a mask of padded keys", keys, TensorShape((keys,), dtype))
     return making.added(node)
 
 

@@ -87,11 +87,7 @@ _MIXES: list[tuple[PaddingRule, str]] = [
     (rearranging.framed, "unfold"),
     (
         mixes(combining.positions, "moves a window over"),
-        "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d"
-        " upsample_nearest1d upsample_nearest2d upsample_nearest3d"
-        " _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d"
-        " upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d _upsample_bilinear2d_aa"
-        " _upsample_bicubic2d_aa",
+        "_adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa",
     ),
     (mixes(combining.named_dims), "flip roll _fft_r2c _fft_c2c _fft_c2r sort topk | rev"),
     (mixes(combining.last(1), "makes complex numbers of"), "view_as_complex"),
@@ -106,8 +102,6 @@ _MIXES: list[tuple[PaddingRule, str]] = [
         " _scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable",
     ),
     (attending.flex_attention, "higher_order::flex_attention"),
-    (attending.self_attention, "_transformer_encoder_layer_fwd"),
-    (attending.multi_head_attention, "_native_multi_head_attention"),
 ]
 
 _REDUCES: list[tuple[PaddingRule, str]] = [

@@ -15,7 +15,6 @@ from graphpass.padding import (
     AtenGraph,
     Insertion,
     Verdict,
-    exchanged,
     fills,
     input_values,
     made,
@@ -60,9 +59,7 @@ class MadeGraph:
         self.fills: dict[int, float | int | bool] = {}  #: input -> what its padding gets
         if len(self.proved) == len(symbols):
             return
-        self.module = exchanged(self.module, symbols, {})
-        vector = list(self.module.graph.find_nodes(op="placeholder"))[-1]
-        decomposed, recorded = AtenGraph.as_decomposed(self.module)
+        decomposed, recorded = AtenGraph.as_decomposed(self.module, {})
 
         def asked(more: Mapping[int, float | int | bool]) -> Asked:
             return Asked(symbols, lambda sizes: input_values(record.inputs, sizes, {**declared, **more}), is_whole=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graphpass.padding.opcall import words
 from tests.unit.padding.programs_averaged import AVERAGED, WINDOWS
-from tests.unit.padding.programs_exchanged import EXCHANGED, MULTIPLES
+from tests.unit.padding.programs_fused import FUSED, MULTIPLES
 from tests.unit.padding.programs_moved import MOVED, Case, Contents, all_are, counted, special
 
 aten = torch.ops.aten
@@ -411,7 +411,7 @@ ATTENTION = [
 ]
 
 CASES = (
-    [case for table in (OPERANDS, REWRITES, WRITES, EXCHANGED) for cases in table.values() for case in cases]
+    [case for table in (OPERANDS, REWRITES, WRITES, FUSED) for cases in table.values() for case in cases]
     + INDICES
     + PRODUCTS
     + ATTENTION

@@ -24,7 +24,7 @@ from graphpass.padding import (
     Made,
     Sizes,
     Verdict,
-    exchanging,
+    fused,
     indexing,
     input_values,
     made,
@@ -35,7 +35,7 @@ from graphpass.padding import (
 from graphpass.padding.table import rule_for
 from tests.fuzz.made import GARBAGE, MadeGraph, differs, filled
 from tests.unit.padding.bruteforce import TOLERANCE, sizes_tried
-from tests.unit.padding.programs_exchanged import EXCHANGED
+from tests.unit.padding.programs_fused import FUSED, layer
 from tests.unit.padding.programs_made import CASES, IN_PARTS, OPERANDS, REWRITES, WRITES, Case
 from tests.unit.padding.programs_moved import distances
 from tests.unit.padding.tracing import INPUTS, Traced, trace
@@ -84,15 +84,13 @@ def test_each_row_of_the_tables_has_a_case() -> None:
     assert repairs._REWRITES.keys() - REWRITES.keys() == of_cuda - {"scaled_dot_product_attention"}
     tables = (OPERANDS, repairs._OPERANDS), (REWRITES, repairs._REWRITES), (WRITES, dict.fromkeys(indexing.WRITES))
     assert {name for cases, rows in tables for name in cases.keys() - rows.keys()} == IN_PARTS
-    assert not any(rule_for(f"aten::{name}") for name in IN_PARTS)
-    assert (
-        EXCHANGED.keys() == {op.name().removeprefix("aten::") for op in exchanging._EXCHANGES} | exchanging._DECOMPOSED
-    )
+    assert not any(rule_for(f"aten::{name}") for name in (*IN_PARTS, *FUSED))
+    assert FUSED.keys() >= {name.removeprefix("aten::") for name in fused.PARTS}
 
 
 def made_of(function: Callable[..., Any], fields: Mapping[str, str] | None = None) -> tuple[Made | None, Traced]:
     traced = trace(function)
-    graph, recorded = AtenGraph.as_decomposed(traced.graph)
+    graph, recorded = AtenGraph.as_decomposed(traced.graph, {})
     named = {symbol: (fields or {}).get(field, field) for symbol, field in traced.symbols.items()}
     asked = Asked(named, lambda sizes: input_values(graph.inputs, sizes, {}), is_whole=True)
     return made(graph, asked, recorded), traced
@@ -121,12 +119,13 @@ def test_a_selection_counts_at_its_place_alone(change: dict[str, Any]) -> None:
 
 
 def test_a_layer_whose_length_is_not_padded_stays_one_operator() -> None:
-    traced = trace(EXCHANGED["_transformer_encoder_layer_fwd"][0].function)
-    of = {field: symbol for symbol, field in traced.symbols.items()}
-    assert exchanging.exchanged(traced.graph, [of["b"]], {}) is traced.graph
-    targets = [node.target for node in exchanging.exchanged(traced.graph, [of["s"]], {}).graph.nodes]
-    assert torch.ops.aten._transformer_encoder_layer_fwd.default not in targets
-    assert torch.ops.aten.native_layer_norm.default in targets
+    traced = trace(lambda x, w: layer(x, w).sum(0))
+    for field in ("b", "s"):
+        of_field = {symbol: one for symbol, one in traced.symbols.items() if one == field}
+        graph = MadeGraph(traced.graph, of_field, {})
+        assert graph.insertions
+        targets = [node.target for node in graph.module.graph.nodes]
+        assert (torch.ops.aten._transformer_encoder_layer_fwd.default in targets) == (field == "b")
 
 
 @pytest.mark.parametrize("is_expanded", [False, True])
@@ -158,13 +157,13 @@ def test_sizes_of_one_field_are_not_told_apart() -> None:
 
 
 def test_a_rewrite_that_its_rule_refuses_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def flipped(operands: making.Operands, read: frozenset[int]) -> Any:
+    def flipped(operands: making.Operands) -> Any:
         operands.filled(("self",), operands.call.places(operands.call.tensor("self"), [1]), 0)
         return operands.making.added(operands.node)
 
     monkeypatch.setitem(repairs._REWRITES, "flip", flipped)
     traced = trace(lambda x: x.flip(1))
-    graph, recorded = AtenGraph.as_decomposed(traced.graph)
+    graph, recorded = AtenGraph.as_decomposed(traced.graph, {})
     sizes = Sizes(traced.symbols)
     run = making.Making(graph, sizes, recorded, repairs.REPAIRS)
     run.run(input_values(graph.inputs, sizes, {}))

@@ -1,4 +1,4 @@
-"""Programs of operators that are exchanged for those that they consist of, a table an operator; and multiples."""
+"""Programs of operators that do several things at once, a table an operator; and multiples."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def up_to_four(x: Tensor) -> Tensor:
     return F.pad(x, (0, 0, 0, -x.shape[1] % 4))
 
 
-# One row for each operator that is exchanged.
+# One row for each operator that is read in parts.
 
-EXCHANGED: dict[str, list[Case]] = {
+FUSED: dict[str, list[Case]] = {
     "_transformer_encoder_layer_fwd": [
         Case("layer", lambda x, w: layer(x, w), proved=("b",)),
         Case("layer, norm first, gelu", lambda x, w: layer(x, w, gelu=True, norm_first=True), proved=("b",)),
