@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 
@@ -41,6 +42,7 @@ def attention(call: OpCall) -> Returned:
     if call.argument("dropout_p", default=0.0) != 0.0:  # guard: proof_attention_dropout
         draws(call)
     query, key, value = call.tensor("query"), call.tensor("key"), call.tensor("value")
+    _fill_keys(call, key)
     for tensor in (query, key, value):
         call.unpadded(tensor, [tensor.rank - 1], "attends with features over")  # guard: proof_attention_features
     given = call.argument("attn_mask", "attn_bias")
@@ -69,6 +71,19 @@ def attention(call: OpCall) -> Returned:
         return result
     reason = PaddingReason("the outputs for its backward are not followed")
     return (result, *call.sides(lambda shape: call.reached(call.fresh(shape), reason)))
+
+
+def _fill_keys(call: OpCall, key: PaddedValue) -> None:
+    """Zero in padded keys and values, which a mask hides: NaN among them would reach real rows under any mask."""
+    if not call.places(key, [key.rank - 2]):
+        return
+    for name in ("key", "value"):
+        value = call.tensor(name)
+        call.wants([name], call.places(value, [value.rank - 2]), 0)  # guard: made_keys
+    mask = call.argument("attn_mask", "attn_bias")
+    if isinstance(mask, PaddedValue) and mask.rank:
+        hidden = False if mask.dtype is torch.bool else -math.inf  # guard: made_mask
+        call.wants(["attn_mask", "attn_bias"], call.places(mask, [mask.rank - 1]), hidden)
 
 
 def _without_hidden_rows(call: OpCall, result: PaddedValue, mask: PaddedValue) -> PaddedValue:

@@ -44,7 +44,8 @@ from graphpass.padding.values import (
 
 Dims = Callable[[OpCall, PaddedValue], Iterable[int]]
 
-Neutral = Callable[[Pad], bool]
+Neutral = Callable[[torch.dtype], bool | int | float]
+"""What an operator takes for nothing in an operand of this type."""
 
 
 def mixes(over: Dims, what: str = "") -> PaddingRule:
@@ -85,13 +86,15 @@ def channels_and_positions(call: OpCall, value: PaddedValue) -> range:
     return range(1 if value.rank == call.tensor("weight").rank else 0, value.rank)
 
 
-def _windows(call: OpCall, value: PaddedValue, dims: Sequence[int], neutral: Neutral) -> None:
+def _windows(call: OpCall, name: str, dims: Sequence[int], neutral: Neutral) -> None:
     """Require that windows which move over ``dims`` read only what they take for nothing behind the real end."""
+    value = call.tensor(name)
     places = call.places(value, dims)
+    call.wants([name], places, neutral(value.known_dtype))  # guard: made_windows
     is_whole = len(places) < 2 or value.whole.issuperset(places) or value.constant is not None
     for place in places:  # guard: proof_convolved_zeros
         pad = value.pad_at(place)
-        known = pad is not None and (neutral(pad) or _is_end(neutral, pad, value.dtype))
+        known = _is_neutral(neutral, pad, value.known_dtype)
         if call.asks_independence or not is_whole or not known or len(value.factors[place[0]]) > 1:
             raise call.refuse_place(value, place, "moves a window over")
 
@@ -100,7 +103,7 @@ def convolution(call: OpCall) -> Returned:
     """Behind its end a convolution reads zeros, and so it does where padding holds zeros; channels are mixed."""
     value = call.tensor("input")
     dims = channels_and_positions(call, value)
-    _windows(call, value, dims[1:], is_zero)
+    _windows(call, "input", dims[1:], zero)
     call.unpadded(value, dims[:1], "moves a window over")
     call.unpadded_weights("weight", "bias")
     return call.each(lambda shape: _beside(call, value, dims, shape))
@@ -116,10 +119,10 @@ def windows(neutral: Neutral) -> PaddingRule:
         padding, ceil = call.argument("padding", default=0), call.argument("ceil_mode", default=False)
         extends = any(padding) if isinstance(padding, tuple) else bool(padding)
         counts = extends and not call.argument("count_include_pad", default=True)
-        divides = neutral is is_zero and call.argument("divisor_override") is None
+        divides = neutral is zero and call.argument("divisor_override") is None
         if places and divides and (ceil or counts):  # guard: proof_counted_windows
             raise call.refuse_place(value, places[0], "counts the entries of windows over")
-        _windows(call, value, dims, neutral)
+        _windows(call, "self", dims, neutral)
         result = call.each(lambda shape: _beside(call, value, dims, shape))
         reasons = [PaddingReason("places count padded entries", size=value.factors[dim][at]) for dim, at in places]
         if not isinstance(result, tuple):
@@ -142,27 +145,23 @@ def positions(call: OpCall, value: PaddedValue) -> range:
 
 _SUMS = f"compute it from sums {DECLARE_MASK}"
 _FROM_SUMS = ("mean", "nanmean", "var", "std", "var_mean", "std_mean")
+_REDUCED = ("self", "inp", "x", "a", "input")
 _WITH_INDEX = ("max", "min", "mode", "median", "nanmedian", "kthvalue")
 
 
-def is_true(pad: Pad) -> bool:
-    """Whether ``pad`` is neutral to ``all``."""
-    return is_number(pad) and bool(pad)
+def zero(dtype: torch.dtype) -> int:
+    """The neutral number of a sum."""
+    return 0
 
 
-def is_one(pad: Pad) -> bool:
-    """Whether ``pad`` is neutral to a product."""
-    return is_number(pad) and pad == 1
+def one(dtype: torch.dtype) -> int:
+    """The neutral number of a product, and of ``all``."""
+    return 1
 
 
-def is_least(pad: Pad) -> bool:
-    """Whether ``pad`` is neutral to a maximum."""
-    return pad is False or pad == -math.inf  # guard: proof_low_maximum
-
-
-def is_greatest(pad: Pad) -> bool:
-    """Whether ``pad`` is neutral to a minimum."""
-    return pad is True or pad == math.inf
+def hidden(dtype: torch.dtype) -> float:
+    """The score that has no weight in a softmax; other low ones have none beside scores that are not."""
+    return -math.inf
 
 
 def lowest(dtype: torch.dtype) -> float | int:
@@ -175,17 +174,15 @@ def greatest(dtype: torch.dtype) -> float | int:
     return True if dtype is torch.bool else math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
-def _is_end(neutral: Neutral, pad: Pad, dtype: torch.dtype | None) -> bool:
-    """Whether an integer is the end of its type that a maximum or a minimum never returns beside others."""
-    ends = {is_least: lowest, is_greatest: greatest}
-    return type(pad) is int and dtype is not None and neutral in ends and pad == ends[neutral](dtype)
+def _is_neutral(neutral: Neutral, pad: Pad | None, dtype: torch.dtype) -> bool:
+    return is_number(pad) and (pad == neutral(dtype) or (neutral is hidden and is_low(pad)))  # guard: proof_low_maximum
 
 
 def reduces(neutral: Neutral | None) -> PaddingRule:
     """The relation of an operator without the dimensions that it combines, whose padding must be neutral."""
 
     def rule(call: OpCall) -> Returned:
-        value = call.tensor("self", "inp", "x", "a", "input")
+        value = call.tensor(*_REDUCED)
         dims = named_dims(call, value)
         places = _require_neutral(call, value, dims, neutral)
         if isinstance(call.result, tuple) and places and call.name in _WITH_INDEX:
@@ -204,10 +201,12 @@ def reduces(neutral: Neutral | None) -> PaddingRule:
 def _require_neutral(call: OpCall, value: PaddedValue, dims: Sequence[int], neutral: Neutral | None) -> list[Place]:
     """The places of the padded factors in ``dims``, all of them neutral, and one alone or all entries alike."""
     places = call.places(value, dims)
+    if neutral is not None:
+        call.wants(_REDUCED, places, neutral(value.known_dtype))
     for place in places:
         pad = value.pad_at(place)
         # guard: proof_any_padding_is_neutral, proof_statistics
-        known = neutral is not None and pad is not None and (neutral(pad) or _is_end(neutral, pad, value.dtype))
+        known = neutral is not None and _is_neutral(neutral, pad, value.known_dtype)
         is_whole = value.constant is not None or value.whole.issuperset(places)
         if known and len(places) > 1 and not is_whole:  # guard: proof_two_padded_factors
             sizes = tuple(value.factors[dim][at] for dim, at in places)
@@ -256,13 +255,13 @@ def place_of_extreme(call: OpCall) -> Returned | PaddingReason:
     for dim in named_dims(call, value):  # guard: made_places_of_extremes
         if not call.sizes.is_prefix(value.factors[dim]):
             raise call.refuse(f"{call.name} counts entries over padding between them", product(value.factors[dim]))
-    return reduces(is_least if call.name == "argmax" else is_greatest)(call)
+    return reduces(lowest if call.name == "argmax" else greatest)(call)
 
 
 def softmax(call: OpCall) -> PaddedValue:
     """Softmax: along a masked dimension, the padding of the result is zero (unknown for ``log_softmax``)."""
     value = call.tensor("self")
-    places = _require_neutral(call, value, named_dims(call, value), is_low)
+    places = _require_neutral(call, value, named_dims(call, value), hidden)
     pads = {at: weight_of(call.name, value.pad_at(at), is_along=at in places) for at in call.places(value)}
     return PaddedValue(value.factors).with_pads(pads)
 
@@ -337,7 +336,10 @@ def contracts(first: Sequence[str], second: Sequence[str], bias: str = "") -> Pa
     """The relation of a matrix product of the arguments ``first`` and ``second``, plus ``bias``."""
 
     def rule(call: OpCall) -> PaddedValue:
-        matrix = _product_of(call, call.tensor(*first), call.tensor(*second))
+        ours, theirs = call.tensor(*first), call.tensor(*second)
+        call.wants(first, call.places(ours, [ours.rank - 1]), 0)  # guard: made_products
+        call.wants(second, call.places(theirs, [max(theirs.rank - 2, 0)]), 0)
+        matrix = _product_of(call, ours, theirs)
         return _with_bias(call, matrix, call.argument(bias))
 
     return rule

@@ -16,10 +16,10 @@ from graphpass.padding.interpreter import Interpretation, Walk
 from graphpass.padding.making import Made, Making, base_name
 from graphpass.padding.neutral import NEUTRAL
 from graphpass.padding.opcall import MOVES
-from graphpass.padding.pointwise import cast, entry_by_entry
+from graphpass.padding.pointwise import ZERO_PADDING, cast, entry_by_entry
 from graphpass.padding.program import AtenGraph, references
 from graphpass.padding.proof import InputsOf, decided, findings_of_results
-from graphpass.padding.repairs import REPAIRS, ZERO_PADDING
+from graphpass.padding.repairs import REPAIRS
 from graphpass.padding.sizes import Sizes
 from graphpass.padding.table import rule_for
 from graphpass.padding.values import ALL_FINITE, TensorShape

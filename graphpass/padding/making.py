@@ -8,6 +8,7 @@ taken back. See Note [Padding made].
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -19,9 +20,10 @@ from graphpass.ledger import PaddingFinding
 from graphpass.padding.indexing import ArgumentPath
 from graphpass.padding.interpreter import Walk
 from graphpass.padding.neutral import NEUTRAL, REAL_INDEX, REAL_SIZE, held_after
-from graphpass.padding.opcall import OpCall, tensors_of, words
+from graphpass.padding.opcall import OpCall, Unknown, tensors_of, words
 from graphpass.padding.program import GETITEM, AtenGraph, AtenNode, Insertion, Ref, references
 from graphpass.padding.sizes import Sizes, product
+from graphpass.padding.table import FILLING, rule_for
 from graphpass.padding.values import (
     ALL_FINITE,
     LOW_SCORES,
@@ -60,11 +62,10 @@ def need(condition: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Repairs:
-    """What is tried for each operator, by base name."""
+    """What is tried for a call that its rule does not accept."""
 
-    of_indices: Repair  #: for every operator
-    operands: Mapping[str, Repair]
-    rewrites: Mapping[str, Rewrite]
+    of_indices: Repair  #: for every operator, beside what its rule asks for
+    rewrites: Mapping[str, Rewrite]  #: by base name
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +139,7 @@ class Making(Walk):
         """The node with other operands."""
         node = operands.node
         self._repairs.of_indices(operands)
-        repair = self._repairs.operands.get(base_name(node.op))
-        if repair is not None:
-            repair(operands)
+        operands.fill()
         return self._strict(operands.node, None, is_repaired=operands.node != node)
 
     def _strict(self, node: AtenNode, source: int | None, *, is_repaired: bool = False) -> Ref:
@@ -367,3 +366,11 @@ class Operands:
         """Fill the padding of an operand at some places."""
         if places:
             self.replaced(path, self.making.filled(self.ref(*path), places, fill))
+
+    def fill(self) -> None:
+        """Fill the padding of operands as the operator's rule wants it."""
+        rule = rule_for(self.node.op)
+        if rule in FILLING:
+            fills: Any = lambda name, places, fill: self.filled((name,), places, fill)  # noqa: E731
+            with contextlib.suppress(Unknown):
+                rule(replace(self.call, fills=fills, assumptions=set(), everywhere=set()))

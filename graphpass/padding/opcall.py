@@ -72,6 +72,13 @@ class OpCall:
     assumptions: set[str]  #: the conditions on which the proof depends; rules add to them
     #: Findings for the whole graph, even if its outputs do not use the results; rules add to them.
     everywhere: set[PaddingFinding]
+    #: Fills the padding of an argument, where the pass makes padding and asks the rule what it needs.
+    fills: Callable[[str, Sequence[Place], bool | int | float], None] | None = None
+
+    def wants(self, names: Sequence[str], places: Sequence[Place], fill: bool | int | float) -> None:
+        """Say what the operator takes for nothing in the padding of the argument under the first of ``names``."""
+        if self.fills is not None and places:
+            self.fills(next(name for name in names if name in self.arguments), places, fill)
 
     def tensor(self, *names: str) -> PaddedValue:
         """The tensor argument under the first of ``names`` that the operator's schema has.

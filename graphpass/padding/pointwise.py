@@ -32,6 +32,9 @@ from graphpass.padding.values import (
     is_zero,
 )
 
+ZERO_PADDING = "graphpass::zero_padding"
+"""The operator that asks for zeros, whether or not another needs them."""
+
 
 def entry_by_entry(call: OpCall) -> Returned:
     """A pointwise operator: the operands' factors must agree; the padding of the result is computed from theirs."""
@@ -83,6 +86,13 @@ def broadcast(call: OpCall, value: PaddedValue, factors: Sequence[Factors]) -> P
 def cast(call: OpCall) -> PaddedValue:
     """A copy, possibly with another dtype."""
     return call.tensor("self", "a", "input", "x", "tensor")
+
+
+def zeroed(call: OpCall) -> PaddedValue:
+    """A copy with zeros in the rows of padding; the forward context of a call marks others."""
+    value = call.tensor("x")
+    call.wants(["x"], call.places(value, range(call.argument("num_dims"))), 0)  # guard: made_zeroed_rows
+    return value
 
 
 def over_ranks(call: OpCall) -> PaddedValue:

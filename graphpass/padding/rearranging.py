@@ -238,6 +238,11 @@ def constant_pad(call: OpCall) -> PaddedValue:
     """A fill behind padding must equal the padding; a fill in front moves it on."""
     value, amounts, fill = call.tensor("self"), call.argument("pad"), call.argument("value", default=0)
     call.no_padded_numbers("pad")
+    extended = [
+        value.rank - 1 - at for at, right in enumerate(amounts[1::2]) if not isinstance(right, int) or right > 0
+    ]
+    if is_number(fill):
+        call.wants(["self"], call.places(value, extended), fill)  # guard: made_behind
     factors: list[Factors] = list(value.factors)
     pads: dict[Place, Pad | None] = dict(value.padding)
     for turn in range(len(amounts) // 2):

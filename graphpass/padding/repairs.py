@@ -3,103 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import sympy
 import torch
 
-from graphpass.padding import averaging, combining, moving
+from graphpass.padding import averaging, moving
 from graphpass.padding.indexing import WRITES, index_operands, is_whole, new_places, stays_real
-from graphpass.padding.making import NotMade, Operands, Repair, Repairs, Rewrite, base_name, need
+from graphpass.padding.making import NotMade, Operands, Repairs, Rewrite, base_name, need
 from graphpass.padding.opcall import words
 from graphpass.padding.program import Ref
 from graphpass.padding.sizes import product
 from graphpass.padding.values import PaddedValue, TensorShape
 
-# --- operands that get a neutral value
-
-
-def _reduced(fill: Callable[[torch.dtype], float | int | bool]) -> Repair:
-    def repair(operands: Operands) -> None:
-        call = operands.call
-        value = call.arguments.get("self", call.arguments.get("x"))
-        if isinstance(value, PaddedValue) and value.dtype is not None and "other" not in call.arguments:
-            places = call.places(value, combining.named_dims(call, value))
-            operands.filled(("self" if "self" in call.arguments else "x",), places, fill(value.dtype))
-
-    return repair
-
-
-def _zero(dtype: torch.dtype) -> int:
-    return 0
-
-
-def _contracted(first: str, second: Sequence[str]) -> Repair:
-    """Zero in both operands: zero times infinity is NaN."""
-
-    def repair(operands: Operands) -> None:
-        call = operands.call
-        name = next((name for name in second if name in call.arguments), "")
-        ours, theirs = call.arguments.get(first), call.arguments.get(name)
-        if not isinstance(ours, PaddedValue) or not isinstance(theirs, PaddedValue):
-            return
-        for path, value, dim in ((first, ours, ours.rank - 1), (name, theirs, max(theirs.rank - 2, 0))):
-            operands.filled((path,), call.places(value, [dim]), 0)  # guard: made_products
-
-    return repair
-
-
-def _attended(operands: Operands) -> None:
-    """Zero in padded keys and values, which a mask hides: NaN among them would reach real rows under any mask."""
-    call = operands.call
-    key = call.tensor("key")
-    if not call.places(key, [key.rank - 2]):
-        return
-    for name in ("key", "value"):
-        value = call.tensor(name)
-        operands.filled((name,), call.places(value, [value.rank - 2]), 0)  # guard: made_keys
-    name = "attn_mask" if "attn_mask" in call.arguments else "attn_bias"
-    mask = call.arguments.get(name)
-    if isinstance(mask, PaddedValue) and mask.rank:
-        hidden = False if mask.dtype is torch.bool else -math.inf  # guard: made_mask
-        operands.filled((name,), call.places(mask, [mask.rank - 1]), hidden)
-
-
-def _convolved(operands: Operands) -> None:
-    call = operands.call
-    value = call.tensor("input")
-    places = call.places(value, combining.channels_and_positions(call, value)[1:])
-    operands.filled(("input",), places, 0)  # guard: made_convolution
-
-
-def _pooled(fill: Callable[[torch.dtype], float | int | bool]) -> Repair:
-    def repair(operands: Operands) -> None:
-        value = operands.call.tensor("self")
-        if value.dtype is not None:
-            places = operands.call.places(value, combining.positions(operands.call, value))
-            operands.filled(("self",), places, fill(value.dtype))  # guard: made_pools
-
-    return repair
-
-
-def _extended(operands: Operands) -> None:
-    """What is put behind padding, in the padding."""
-    call = operands.call
-    value, amounts = call.tensor("self"), call.argument("pad")
-    fill = call.argument("value", default=0)
-    behind = [
-        value.rank - 1 - turn for turn, right in enumerate(amounts[1::2]) if not isinstance(right, int) or right > 0
-    ]
-    if isinstance(fill, (bool, int, float)):
-        operands.filled(("self",), call.places(value, behind), fill)  # guard: made_behind
-
-
-def _zeroed(operands: Operands) -> None:
-    """Zeros in the rows of padding; the forward context of a call marks others."""
-    call = operands.call
-    dims = range(call.argument("num_dims"))
-    operands.filled(("x",), call.places(call.tensor("x"), dims), 0)  # guard: made_zeroed_rows
+# --- indices
 
 
 def _indices(operands: Operands) -> None:
@@ -129,39 +47,6 @@ def _indices(operands: Operands) -> None:
 
 _WRAPS = words("index _unsafe_index index_put _unsafe_index_put index_fill")
 _READS = words("index _unsafe_index gather index_select embedding")
-
-_ATTENTION = words(
-    "scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention",
-)
-
-ZERO_PADDING = "graphpass::zero_padding"
-"""The operator that asks for zeros, whether or not another needs them."""
-
-_OPERANDS: Mapping[str, Repair] = {
-    name: repair
-    for names, repair in (
-        ("sum any", _reduced(_zero)),
-        ("all", _reduced(lambda dtype: True)),
-        ("prod", _reduced(lambda dtype: 1)),
-        ("amax max argmax", _reduced(combining.lowest)),
-        ("amin min argmin", _reduced(combining.greatest)),
-        ("logsumexp _softmax _log_softmax _safe_softmax", _reduced(lambda dtype: -math.inf)),
-        ("mm bmm mv dot vdot", _contracted("self", ("mat2", "vec", "other", "tensor"))),
-        ("addmm", _contracted("mat1", ("mat2",))),
-        ("baddbmm", _contracted("batch1", ("batch2",))),
-        ("addmv", _contracted("mat", ("vec",))),
-        (" ".join(_ATTENTION), _attended),
-        ("convolution _convolution", _convolved),
-        ("max_pool2d_with_indices max_pool3d_with_indices", _pooled(combining.lowest)),
-        ("_low_memory_max_pool_with_offsets", _pooled(combining.lowest)),
-        ("avg_pool2d avg_pool3d", _pooled(_zero)),
-        ("constant_pad_nd", _extended),
-        (ZERO_PADDING.removeprefix("graphpass::"), _zeroed),
-    )
-    for name in names.split()
-}
-"""Operator -> what its operands get. A row of :mod:`graphpass.padding.table` says what is neutral to it."""
 
 
 # --- operators that are rewritten
@@ -228,7 +113,7 @@ def _attention(operands: Operands) -> Ref:
     need(not is_masked and operands.read <= {0} and not call.argument("is_causal", default=False))
     need(not call.argument("dropout_p", default=0.0) and query.rank == 4)
     operator, mask_name, is_expanded = _WITH_MASK[base_name(operands.node.op)]
-    _attended(operands)
+    operands.fill()
     keys = making.shape_of(operands.ref("key")).sizes[2]
     places = call.places(key, [2])
     of_queries = making.shape_of(operands.ref("query"))
@@ -280,5 +165,5 @@ _REWRITES: Mapping[str, Rewrite] = {
 }
 """Operator -> the nodes in its place."""
 
-REPAIRS = Repairs(_indices, _OPERANDS, _REWRITES)
+REPAIRS = Repairs(_indices, _REWRITES)
 """The repairs of all operators."""

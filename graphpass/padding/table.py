@@ -8,6 +8,7 @@ relation        what it does to dimensions                              what may
 keeps           each entry comes from the entries of the same indices   all dimensions, if the operands agree on them
 makes           the entries come from sizes and numbers                 all dimensions
 mixes           entries depend on all entries along some dimensions     all other dimensions
+weighs          the same, by weights or in windows                      these, too, where their padding is neutral
 reduces         the same, and these dimensions are gone                 these, too, where their padding is neutral
 contracts       products are summed over a dimension of two operands    this, too, where one operand's padding is zero
 indexes         data names the entries that are read or written         those that data does not name
@@ -27,7 +28,7 @@ from graphpass.errors import OptionError, did_you_mean
 from graphpass.padding import attending, combining, indexing, neutral, pointwise, rearranging
 from graphpass.padding.combining import contracts, extremes, mixes, reduces
 from graphpass.padding.opcall import OpCall, PaddingReason, PaddingRule, Returned
-from graphpass.padding.values import is_low, is_zero, operator_named
+from graphpass.padding.values import operator_named
 
 _KEEPS: list[tuple[PaddingRule, str]] = [
     # Pointwise operators without the tag, in torch 2.11 or at all.
@@ -45,9 +46,9 @@ _KEEPS: list[tuple[PaddingRule, str]] = [
     ),
     (
         pointwise.cast,
-        "clone alias detach lift_fresh lift_fresh_copy _to_copy to graphpass::zero_padding"
-        " | convert_element_type device_put view_of clone",
+        "clone alias detach lift_fresh lift_fresh_copy _to_copy to | convert_element_type device_put view_of clone",
     ),
+    (pointwise.zeroed, pointwise.ZERO_PADDING),
     (pointwise.copied, "copy copy_"),
     (pointwise.cast, "_c10d_functional::wait_tensor"),
     (pointwise.over_ranks, "_c10d_functional::all_reduce"),
@@ -77,13 +78,6 @@ _MAKES: list[tuple[PaddingRule, str]] = [
 ]
 
 _MIXES: list[tuple[PaddingRule, str]] = [
-    (combining.convolution, "convolution _convolution"),
-    (
-        combining.windows(combining.is_least),
-        "max_pool2d_with_indices max_pool3d_with_indices"
-        " | _low_memory_max_pool_with_offsets _low_memory_max_pool2d_with_offsets",
-    ),
-    (combining.windows(is_zero), "avg_pool2d avg_pool3d"),
     (rearranging.framed, "unfold"),
     (
         mixes(combining.positions, "moves a window over"),
@@ -92,32 +86,40 @@ _MIXES: list[tuple[PaddingRule, str]] = [
     (mixes(combining.named_dims), "flip roll _fft_r2c _fft_c2c _fft_c2r sort topk | rev"),
     (mixes(combining.last(1), "makes complex numbers of"), "view_as_complex"),
     (mixes(combining.last(0)), "view_as_real"),
-    (combining.softmax, "_softmax _log_softmax _safe_softmax"),
     (combining.scan, "cumsum cumprod logcumsumexp cummax cummin"),
     (combining.recurrent_layer, "mkldnn_rnn_layer"),
+    (attending.flex_attention, "higher_order::flex_attention"),
+    (reduces(None), "mean var var_mean median nanmedian mode kthvalue | var xor_sum"),
+    (combining.scaled_product, "_scaled_mm"),
+    (combining.packed_product, "_weight_int4pack_mm _weight_int4pack_mm_for_cpu _weight_int8pack_mm"),
+]
+
+_WEIGHS: list[tuple[PaddingRule, str]] = [
+    (combining.convolution, "convolution _convolution"),
+    (
+        combining.windows(combining.lowest),
+        "max_pool2d_with_indices max_pool3d_with_indices"
+        " | _low_memory_max_pool_with_offsets _low_memory_max_pool2d_with_offsets",
+    ),
+    (combining.windows(combining.zero), "avg_pool2d avg_pool3d"),
+    (combining.softmax, "_softmax _log_softmax _safe_softmax"),
     (
         attending.attention,
         "scaled_dot_product_attention _scaled_dot_product_attention_math _scaled_dot_product_flash_attention"
         " _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention"
         " _scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable",
     ),
-    (attending.flex_attention, "higher_order::flex_attention"),
 ]
 
 _REDUCES: list[tuple[PaddingRule, str]] = [
-    (reduces(is_zero), "sum any | sum"),
-    (reduces(combining.is_true), "all"),
-    (reduces(combining.is_one), "prod | prod"),
-    (reduces(combining.is_least), "amax | amax prepare_softmax_online"),
-    (reduces(combining.is_greatest), "amin | amin"),
-    (extremes(combining.is_least), "max"),
-    (extremes(combining.is_greatest), "min"),
-    (reduces(is_low), "logsumexp"),
+    (reduces(combining.zero), "sum any | sum"),
+    (reduces(combining.one), "all prod | prod"),
+    (reduces(combining.lowest), "amax | amax prepare_softmax_online"),
+    (reduces(combining.greatest), "amin | amin"),
+    (extremes(combining.lowest), "max"),
+    (extremes(combining.greatest), "min"),
+    (reduces(combining.hidden), "logsumexp"),
     (combining.place_of_extreme, "argmax argmin"),
-    (
-        reduces(None),
-        "mean var var_mean median nanmedian mode kthvalue | var xor_sum",
-    ),
 ]
 
 _CONTRACTS: list[tuple[PaddingRule, str]] = [
@@ -126,8 +128,6 @@ _CONTRACTS: list[tuple[PaddingRule, str]] = [
         "mm bmm mv dot vdot _int_mm",
     ),
     (contracts(["mat1", "batch1", "mat"], ["mat2", "batch2", "vec"], bias="self"), "addmm baddbmm addmv"),
-    (combining.scaled_product, "_scaled_mm"),
-    (combining.packed_product, "_weight_int4pack_mm _weight_int4pack_mm_for_cpu _weight_int8pack_mm"),
 ]
 
 _INDEXES: list[tuple[PaddingRule, str]] = [
@@ -166,17 +166,23 @@ _CUTS_AND_JOINS: list[tuple[PaddingRule, str]] = [
 
 BUILT_IN: dict[str, PaddingRule] = {
     name if "::" in name else f"{namespace}::{name}": rule
-    for rows in (_KEEPS, _MAKES, _MIXES, _REDUCES, _CONTRACTS, _INDEXES, _REGROUPS, _CUTS_AND_JOINS)
+    for rows in (_KEEPS, _MAKES, _MIXES, _WEIGHS, _REDUCES, _CONTRACTS, _INDEXES, _REGROUPS, _CUTS_AND_JOINS)
     for rule, names in rows
     for namespace, part in zip(("aten", "prims"), names.split("|"), strict=False)
     for name in part.split()
 }
 """Qualified name without overload -> rule. A row names operators of ``aten``, and behind a bar those of ``prims``."""
 
+FILLING = frozenset(
+    [pointwise.zeroed, rearranging.constant_pad]
+    + [rule for rows in (_WEIGHS, _REDUCES, _CONTRACTS) for rule, _ in rows]
+)
+"""Rules that say what padding they want."""
+
 _WITHOUT_SIZES = {
     pointwise.entry_by_entry,
     pointwise.cast,
-    *(rule for rows in (_MIXES, _REDUCES, _CONTRACTS, _INDEXES) for rule, _ in rows),
+    *(rule for rows in (_MIXES, _WEIGHS, _REDUCES, _CONTRACTS, _INDEXES) for rule, _ in rows),
 }
 _COUNTS = ("N", "padding_idx")
 """Arguments that only repeat a size of a tensor, or name a row of a table."""

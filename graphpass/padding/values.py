@@ -106,6 +106,12 @@ class PaddedValue:
     by_position: frozenset[PaddingFinding] = frozenset()
 
     @property
+    def known_dtype(self) -> torch.dtype:
+        """The dtype of an argument, which a walk has set."""
+        assert self.dtype is not None, "a walk sets the dtype of each value"
+        return self.dtype
+
+    @property
     def rank(self) -> int:
         """The number of dimensions."""
         return len(self.factors)

@@ -137,6 +137,9 @@ OPERANDS: dict[str, list[Case]] = {
         Case("mm merged", lambda x, y: x.flatten(0, 1).t() @ y.flatten(0, 1)),
         Case("mm of bfloat16", lambda f: f.bfloat16().flatten(0, 1).t() @ f.bfloat16().flatten(0, 1)),
     ],
+    "_int_mm": [
+        Case("_int_mm", lambda u: torch._int_mm(u.t().round().to(torch.int8), u.round().to(torch.int8)), ("s",)),
+    ],
     "bmm": [
         Case("bmm", lambda x, y: torch.bmm(x.transpose(1, 2), y), proved=("b",)),
         Case("bmm of zeros and infinities", lambda x, y: x.transpose(1, 2) @ y, BOTH, ("b",), {"x": all_are(0.0)}),

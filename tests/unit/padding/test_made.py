@@ -32,7 +32,8 @@ from graphpass.padding import (
     padding_of,
     repairs,
 )
-from graphpass.padding.table import rule_for
+from graphpass.padding.opcall import words
+from graphpass.padding.table import BUILT_IN, FILLING, rule_for
 from tests.fuzz.made import GARBAGE, MadeGraph, differs, filled
 from tests.unit.padding.bruteforce import TOLERANCE, sizes_tried
 from tests.unit.padding.programs_fused import FUSED, layer
@@ -78,11 +79,16 @@ def test_what_is_made_is_right(case: Case) -> None:
 
 
 def test_each_row_of_the_tables_has_a_case() -> None:
-    of_cuda = {name for name in repairs._ATTENTION if not name.endswith("_for_cpu")}  # tests/gpu
-    elsewhere = {"_convolution", "zero_padding"}  # the same as another; test_zeros_are_there_that_are_asked_for
-    assert repairs._OPERANDS.keys() - OPERANDS.keys() - elsewhere == of_cuda
+    of_cuda = {name for name in repairs._WITH_MASK if not name.endswith("_for_cpu")}  # tests/gpu
+    filling = {name.rpartition("::")[2] for name, rule in BUILT_IN.items() if rule in FILLING}
+    # The same as another; of an eager region; of a tensor that a context marks.
+    elsewhere = words(
+        "_convolution _low_memory_max_pool2d_with_offsets _scaled_dot_product_attention_math prepare_softmax_online",
+        "scaled_dot_product_attention _scaled_dot_product_fused_attention_overrideable zero_padding",
+    )
+    assert filling - OPERANDS.keys() - elsewhere == of_cuda
     assert repairs._REWRITES.keys() - REWRITES.keys() == of_cuda - {"scaled_dot_product_attention"}
-    tables = (OPERANDS, repairs._OPERANDS), (REWRITES, repairs._REWRITES), (WRITES, dict.fromkeys(indexing.WRITES))
+    tables = (OPERANDS, dict.fromkeys(filling)), (REWRITES, repairs._REWRITES), (WRITES, dict.fromkeys(indexing.WRITES))
     assert {name for cases, rows in tables for name in cases.keys() - rows.keys()} == IN_PARTS
     assert not any(rule_for(f"aten::{name}") for name in (*IN_PARTS, *FUSED))
     assert FUSED.keys() >= {name.removeprefix("aten::") for name in fused.PARTS}
