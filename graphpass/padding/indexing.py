@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -97,6 +97,13 @@ def _picked(
     return picked, at, replace(value.moved((*kept[:at], *picked, *kept[at:]), to), index=None)
 
 
+def _selects(call: OpCall, index: PaddedValue, dim: int, of_dim: Factors) -> list[PaddingReason]:
+    """The reason why the entries that an index selects along one dimension may be padding, if they may."""
+    if not call.sizes.any_padded(of_dim) or stays_real(call, index, of_dim):
+        return []
+    return [by_contents(f"data selects entries of the padded dimension {dim}", call.sizes.first_padded(of_dim))]
+
+
 def index(call: OpCall) -> PaddedValue:
     """``x[i, j]`` with index tensors; the broadcast indices replace the indexed dimensions."""
     value = call.tensor("self")
@@ -107,7 +114,7 @@ def index(call: OpCall) -> PaddedValue:
     if any(index.dtype in (torch.bool, torch.uint8) for index in hit.values()):
         raise call.refuse("a mask picks entries, as many as contents say")
     picked, at, moved = _picked(call, value, hit)
-    result, pads, reasons = PaddedValue(moved.factors), moved.pads, []
+    result, pads, reasons = PaddedValue(moved.factors), moved.pads, list[PaddingReason]()
     for dim, index in hit.items():
         check_order(call, value.factors[dim])
         if is_whole(index, value.factors[dim]) and index.index is not None:
@@ -115,30 +122,20 @@ def index(call: OpCall) -> PaddedValue:
             others = (PaddedValue(((),) * (len(picked) - i.rank) + i.factors) for d, i in hit.items() if d != dim)
             if not any(other.factors[along] for other in others):  # this index alone varies along that dimension
                 pads[at + along, index.index.factor] = value.pad_at((dim, 0))
-        if call.sizes.any_padded(value.factors[dim]) and not stays_real(call, index, value.factors[dim]):
-            size = call.sizes.first_padded(value.factors[dim])
-            reasons.append(by_contents(f"data selects entries of the padded dimension {dim}", size))
+        reasons += _selects(call, index, dim, value.factors[dim])
     places = call.places(result)
     return call.reached(result.with_pads({at: pad for at, pad in pads.items() if at in places}), *reasons)
 
 
-def _along(call: OpCall, value: PaddedValue, index: PaddedValue, dim: int, result: PaddedValue) -> PaddedValue:
-    """``result``, with findings if the entries selected along one dimension may be padding."""
-    of_dim = value.factors[dim] if value.rank else ()
-    check_order(call, of_dim)
-    if call.sizes.any_padded(of_dim) and not stays_real(call, index, of_dim):
-        dimension = "rows of a padded table" if call.name == "embedding" else f"entries of the padded dimension {dim}"
-        return call.reached(result, by_contents(f"data selects {dimension}", call.sizes.first_padded(of_dim)))
-    return result
-
-
 def index_select(call: OpCall) -> PaddedValue:
     """``index_select`` and ``embedding``: the index's dimensions take the place of one."""
-    value, index = call.tensor("self", "weight"), call.tensor("index", "indices")
+    return index(_along_dim(call, call.tensor("self", "weight"), call.tensor("index", "indices")))
+
+
+def _along_dim(call: OpCall, value: PaddedValue, index: PaddedValue, **others: Any) -> OpCall:
+    """The call with its index in place of the dimension that it indexes, as in ``x[:, i]``."""
     dim = call.dim(call.argument("dim", default=0), value.rank)
-    pads = {place: pad for place, pad in value.padding if place[0] != dim} if call.name == "index_select" else {}
-    result = PaddedValue((*value.factors[:dim], *index.factors, *value.factors[dim + 1 :])).with_pads(pads)
-    return _along(call, value, index, dim, result)
+    return call.with_arguments(self=value, indices=(*[None] * dim, index), **others)
 
 
 def embedding_bag(call: OpCall) -> Returned:
@@ -173,7 +170,9 @@ def gather(call: OpCall) -> PaddedValue:
     value, index = call.tensor("self"), call.tensor("index")
     dim = call.dim(call.argument("dim"), value.rank)
     _check_aligned(call, value, index, [at for at in range(value.rank) if at != dim])
-    return _along(call, value, index, dim, call.carried(PaddedValue(index.factors), value))
+    result, of_dim = call.carried(PaddedValue(index.factors), value), value.factors[dim] if value.rank else ()
+    check_order(call, of_dim)
+    return call.reached(result, *_selects(call, index, dim, of_dim))
 
 
 def _check_aligned(call: OpCall, value: PaddedValue, index: PaddedValue, dims: Sequence[int]) -> None:
@@ -254,21 +253,9 @@ def scatter(call: OpCall) -> PaddedValue:
 
 def index_add(call: OpCall) -> PaddedValue:
     """``index_add``, ``index_copy``, ``index_fill``: an index selects the rows. Parts would wrap negative ones."""
-    value, index, source = call.tensor("self"), call.tensor("index"), call.argument("source", "value")
-    dim = call.dim(call.argument("dim"), value.rank)
-    listed: Factors = index.factors[0] if index.rank else ()
-    factors = list(value.factors)
-    if isinstance(source, PaddedValue) and source.rank and source.constant is None:
-        factors = call.unify_into(factors, source, dim)
-        if source.factors[dim] != listed and call.sizes.any_padded((*source.factors[dim], *listed)):
-            raise call.refuse(f"a source of rows {list(source.factors[dim])} for indices {list(listed)}")
-    of_dim: Factors = value.factors[dim] if value.rank else ()
-    size = call.sizes.first_padded(of_dim, listed)  # guard: proof_added_by_data
-    if size is None or drops_padding(call, index, of_dim) or _adds_zeros(call, source, of_dim):
-        return _written(call, tuple(factors), source)
-    check_order(call, of_dim)
-    what, remedy = f"data selects which entries of dimension {dim} are written", HIDE_PADDING if _adds(call) else ""
-    return _written(call, tuple(factors), source, by_contents(what, size, remedy))
+    source = call.argument("source", "value")
+    values = source if isinstance(source, PaddedValue) else PaddedValue(())
+    return index_put(_along_dim(call, call.tensor("self"), call.tensor("index"), values=values))
 
 
 def index_put(call: OpCall) -> PaddedValue:
@@ -279,7 +266,8 @@ def index_put(call: OpCall) -> PaddedValue:
     if any(of is not None and (of.is_floating_point or of.itemsize == 1) for of in (i.dtype for i in hit.values())):
         return _masked_put(call, value, values, list(hit.values()))
     picked, _, target = _picked(call, value, hit)
-    for dim, of_dim in enumerate(values.factors, target.rank - values.rank):
+    given = values.factors if values.constant is None else ()
+    for dim, of_dim in enumerate(given, target.rank - len(given)):
         if call.sizes.unified(target.factors[dim], of_dim) != target.factors[dim]:
             why = f"values of factors {list(of_dim)} for entries {list(target.factors[dim])}"
             raise call.refuse(why, call.sizes.first_padded(of_dim))

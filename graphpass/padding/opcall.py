@@ -272,7 +272,7 @@ class OpCall:
         """``value`` with findings for ``reasons``: its clean entries depend on padding."""
         return value.with_findings(finding for reason in reasons for finding in self.findings_for(reason))
 
-    def with_arguments(self, **arguments: Any) -> OpCall:
+    def with_arguments(self, /, **arguments: Any) -> OpCall:
         """This call with some arguments replaced."""
         return replace(self, arguments={**self.arguments, **arguments})
 
