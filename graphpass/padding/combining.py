@@ -259,18 +259,24 @@ def place_of_extreme(call: OpCall) -> Returned | PaddingReason:
 
 
 def softmax(call: OpCall) -> PaddedValue:
-    """Softmax: along a masked dimension, the padding of the result is zero (unknown for ``log_softmax``)."""
+    """Softmax: along a masked dimension, the padding of the result is zero (unknown for ``log_softmax``).
+
+    In a row with a real NaN, and in one whose real scores are all -inf, all weights are NaN, those of padding, too.
+    """
     value = call.tensor("self")
     places = _require_neutral(call, value, named_dims(call, value), hidden)
     pads = {at: weight_of(call.name, value.pad_at(at), is_along=at in places) for at in call.places(value)}
-    return PaddedValue(value.factors).with_pads(pads)
+    call.assumptions.update([ALL_FINITE] if places else [])  # guard: proof_rows_of_nan
+    rows = frozenset(at for at in places if pads[at] == 0 and value.pad_at(at) == -math.inf)
+    return PaddedValue(value.factors, rows=rows).with_pads(pads)
 
 
 def weight_of(name: str, score: Pad | None, *, is_along: bool = False) -> Pad | None:
     """What a softmax makes of entries of ``score``, or of low ones beside others along its dimension (``is_along``)."""
     is_log, seen = "log_" in name, shown(score)
     if is_along:
-        return 0.0 if not is_log else score if score == -math.inf else None  # guard: proof_logarithm_of_zero
+        # guard: proof_logarithm_of_zero
+        return 0.0 if not is_log else Approximate.NOT_FINITE if score == -math.inf else None
     hidden = name == "_safe_softmax" and seen == -math.inf
     if seen is not None:
         # guard: proof_hidden_rows
@@ -337,8 +343,10 @@ def contracts(first: Sequence[str], second: Sequence[str], bias: str = "") -> Pa
 
     def rule(call: OpCall) -> PaddedValue:
         ours, theirs = call.tensor(*first), call.tensor(*second)
-        call.wants(first, call.places(ours, [ours.rank - 1]), 0)  # guard: made_products
-        call.wants(second, call.places(theirs, [max(theirs.rank - 2, 0)]), 0)
+        for names, value, dim in (first, ours, ours.rank - 1), (second, theirs, max(theirs.rank - 2, 0)):
+            places = call.places(value, [dim])
+            if len(places) > 1 or not all(map(value.adds_nothing, places)):
+                call.wants(names, places, 0)  # guard: made_products
         matrix = _product_of(call, ours, theirs)
         return _with_bias(call, matrix, call.argument(bias))
 
@@ -378,9 +386,11 @@ def _contract(call: OpCall, first: PaddedValue, second: PaddedValue) -> bool:
     if ours != theirs or (len(places[0]) != 1 and not are_whole):  # guard: proof_contracted_factors
         why = f"sums products over dimensions of factors {list(ours)} and {list(theirs)}"
         raise call.refuse(why, call.sizes.first_padded(ours, theirs))
-    pads = first.pad_at(places[0][0]), second.pad_at(places[1][0])
-    for zero, other in (pads, pads[::-1]):
-        if is_zero(zero) and is_finite(other):  # guard: proof_masked_sum_of_products, proof_nan_in_products
+    pairs = (first, places[0][0]), (second, places[1][0])
+    for (zero, zero_at), (beside, at) in (pairs, pairs[::-1]):
+        other = beside.pad_at(at)
+        # guard: proof_masked_sum_of_products, proof_nan_in_products
+        if zero.adds_nothing(zero_at) and (is_finite(other) or beside.adds_nothing(at)):
             if other is None:
                 call.assumptions.add(ALL_FINITE)
             return True

@@ -329,7 +329,8 @@ class Walk:
         index = index if exists and shape.dtype in (torch.int64, torch.int32) else None
         made = (value.whole & places, value.counted) if call.op.startswith("graphpass.") else (frozenset[Place](), None)
         value = replace(value.with_pads(pads), constant=constant, index=index, dtype=shape.dtype)
-        return replace(value, whole=made[0], counted=made[1])  # guard: made_padding_of_other_results
+        # guard: made_padding_of_other_results
+        return replace(value, whole=made[0], counted=made[1], rows=value.rows & places)
 
     def _fits(self, value: PaddedValue, shape: TensorShape) -> bool:
         pairs = zip(value.factors, map(self._sizes.renamed, shape.sizes), strict=False)

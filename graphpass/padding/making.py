@@ -27,6 +27,7 @@ from graphpass.padding.table import FILLING, rule_for
 from graphpass.padding.values import (
     ALL_FINITE,
     LOW_SCORES,
+    Approximate,
     PaddedValue,
     Place,
     ResultShape,
@@ -148,9 +149,10 @@ class Making(Walk):
         ref = self._add(node)
         new, self._assumptions = self._assumptions, before | self._assumptions
         value = self._values[ref.index]
-        # guard: made_without_assumptions
-        if not is_repaired and isinstance(value, PaddedValue) and not new.isdisjoint({ALL_FINITE, LOW_SCORES}):
-            self._values[ref.index] = value.with_pads({})
+        if isinstance(value, PaddedValue) and not new.isdisjoint({ALL_FINITE, LOW_SCORES}):
+            known = value.pads if is_repaired else {}  # guard: made_without_assumptions
+            # guard: made_rows_of_nan
+            self._values[ref.index] = value.with_pads(known | dict.fromkeys(value.rows, Approximate.NOT_FINITE))
         self._nodes.append(node)
         self._sources.append(source)
         return ref

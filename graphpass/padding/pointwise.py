@@ -80,7 +80,8 @@ def broadcast(call: OpCall, value: PaddedValue, factors: Sequence[Factors]) -> P
     if index is not None:
         same = factors[index.dim + offset] == value.factors[index.dim]
         index = index._replace(dim=index.dim + offset) if same else None
-    return replace(value, factors=tuple(factors), index=index).with_pads(pads)
+    rows = frozenset((dim + offset, at) for dim, at in value.rows if (dim + offset, at) in pads)
+    return replace(value, factors=tuple(factors), index=index, rows=rows).with_pads(pads)
 
 
 def cast(call: OpCall) -> PaddedValue:

@@ -44,7 +44,8 @@ def regrouped(call: OpCall, value: PaddedValue, shape: Sequence[Size]) -> Padded
         whole = at is not None and result.factors[at[0]][at[1]] == value.factors[index.dim][index.factor]
         index = IndexAlong(*at, index.offset) if at is not None and whole else None
     pads = {places[was]: pad for was, pad in value.padding if was in places}
-    return replace(result.with_pads(pads), index=index)
+    rows = frozenset(places[was] for was in value.rows if was in places)
+    return replace(result.with_pads(pads), index=index, rows=rows)
 
 
 def view(call: OpCall) -> PaddedValue:
@@ -130,7 +131,8 @@ def cut(call: OpCall, value: PaddedValue, dim: int, start: Any, size: Size, step
     # guard: proof_shortened_padding
     if value.constant is None and isinstance(start, int) and step == 1 and padded and size == as_size(whole - start):
         pads[dim, 0] = value.pad_at((dim, 0))
-    return replace(value, factors=tuple(factors), index=index).with_pads(pads)
+    rows = frozenset(place for place in value.rows if place[0] != dim)  # guard: made_rows_of_nothing
+    return replace(value, factors=tuple(factors), index=index, rows=rows).with_pads(pads)
 
 
 def selected(call: OpCall, value: PaddedValue, dim: int, index: Any) -> PaddedValue:

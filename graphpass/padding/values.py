@@ -100,6 +100,8 @@ class PaddedValue:
     new_fields: frozenset[str] = frozenset()
     #: Places whose padding holds its pad also where other indices are in padding. Only made padding is known so.
     whole: frozenset[Place] = frozenset()
+    #: Places whose padding is zero, but for NaN where all real entries along the factor are NaN: weights of a softmax.
+    rows: frozenset[Place] = frozenset()
     counted: Size | None = None  #: set if real entries are indices into a dimension of this size at its real size
     #: Findings for the index of each entry in its batch, which the contents depend on. Only ``mixing_of`` asks for
     #: them; they do not count where the value is an index that pairs each entry with itself.
@@ -150,7 +152,12 @@ class PaddedValue:
         """This value with ``factors``, its old dimension d now being dimension ``to[d]``; others are gone."""
         pads = {(to[dim], at): pad for (dim, at), pad in self.padding if dim in to}
         index = self.index._replace(dim=to[self.index.dim]) if self.index and self.index.dim in to else None
-        return replace(self, factors=factors, index=index).with_pads(pads)
+        rows = frozenset((to[dim], at) for dim, at in self.rows if dim in to)
+        return replace(self, factors=factors, index=index, rows=rows).with_pads(pads)
+
+    def adds_nothing(self, place: Place) -> bool:
+        """Whether padding along a factor changes no sum of products along it: it is zero, or NaN where that is."""
+        return is_zero(self.pad_at(place)) or place in self.rows
 
 
 def is_low(pad: Pad | None) -> bool:

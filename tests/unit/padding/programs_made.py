@@ -115,8 +115,17 @@ OPERANDS: dict[str, list[Case]] = {
         Case("softmax merged", lambda x: x.flatten(0, 1).softmax(0), ("b",)),
         Case("softmax of nothing", lambda x: x.softmax(1), proved=("b",), contents={"x": all_are(-math.inf)}),
         Case("softmax of bfloat16", lambda f: f.bfloat16().softmax(1), proved=("b",)),
+        Case("weights of NaN, extended", lambda x: F.pad(x.softmax(1), [0, 0, 0, 1]), BOTH, ("b",), {"x": special}),
     ],
-    "_log_softmax": [Case("log_softmax", lambda x: x.log_softmax(1), proved=("b",))],
+    "_log_softmax": [
+        Case("log_softmax", lambda x: x.log_softmax(1), proved=("b",)),
+        Case(
+            "log_softmax of NaN, in part",
+            lambda x, free: x.log_softmax(1).masked_fill(free[..., None], 0.0).amax(1),
+            proved=("b",),
+            contents={"x": special},
+        ),
+    ],
     "_safe_softmax": [
         Case("safe softmax", lambda x: aten._safe_softmax(x, 1), proved=("b",)),
         Case("safe softmax of nothing", lambda x: aten._safe_softmax(x, 1), BOTH, ("b",), {"x": all_are(-math.inf)}),

@@ -157,6 +157,22 @@ def test_a_bias_of_the_efficient_kernel_is_aligned(is_expanded: bool) -> None:
         assert [stride % 8 for stride in numbers[4:]] == [0, 0, 0, 1]
 
 
+def test_weights_get_no_zeros_before_they_are_multiplied() -> None:
+    """A row of them may be NaN as a whole, and so is its product then."""
+    found, _ = made_of(lambda x, y: torch.bmm(torch.bmm(x, y.mT).softmax(-1).float().clone(), y.float()))
+    assert found is not None
+    assert [(one.op, one.what[:3]) for one in found.graph.insertions] == [("aten._softmax", "-in"), ("aten.bmm", "0 i")]
+
+
+def test_a_row_of_no_weights_is_zero_where_its_padding_is_nan() -> None:
+    graph = trace(lambda x, y: torch.bmm(x[..., 0:1].mT.softmax(-1)[..., 2:], y[:, 2:]))
+    made_graph = MadeGraph(graph.graph, graph.symbols, {})
+    assert "s" in made_graph.fields
+    inputs = [torch.full((3, 4, 8), math.nan, dtype=torch.float64), torch.ones(3, 4, 8, dtype=torch.float64)]
+    (found,) = made_graph.run(inputs, {"b": 3, "s": 2})
+    assert found.eq(0).all()
+
+
 def test_sizes_of_one_field_are_not_told_apart() -> None:
     assert made_of(summed)[0] is not None
     assert made_of(summed, {"s": "b"})[0] is None
