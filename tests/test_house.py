@@ -37,7 +37,7 @@ graphpass.dispatch: SizePlan
 graphpass.encoder: AttachedEncoder EncoderAxis EncoderCudaGraphConfig EncoderGraphKey EncoderItemSpec EncoderStats
     ItemShares PackedBatch PackingCosts SupportsEncoderCompilation SupportsEncoderCudaGraph SupportsEncoderExamples
     SupportsEncoderKernels attach balance_items generate_budgets pack_items smallest_fitting_budget
-graphpass.encoder.adapters: FixedSizeAdapter GridAdapter TowerAdapter
+graphpass.encoder.adapters: TowerAdapter
     adapter_for
 graphpass.serving: CapturedGraph CapturedGroup ForwardHooks GroupEstimate ManagerStats MemoryEstimate MemoryGrowth
     Traffic

@@ -29,9 +29,10 @@ from graphpass.encoder.protocol import (
     SupportsEncoderCudaGraph,
     SupportsEncoderExamples,
     checked_specs,
+    contradiction,
     grouped,
 )
-from graphpass.errors import CaptureError, EncoderConfigError, ShapeError
+from graphpass.errors import CaptureError, ShapeError
 from graphpass.keys import CUDAGraphMode
 from graphpass.ledger import Reason, why_failed
 from graphpass.paddedcalls import PaddedMemory, fill_padding
@@ -85,37 +86,23 @@ class EncoderLadder:
         """A planner for the captured ``keys``; without keys it plans eager calls only."""
         return BatchPlanner(self.config, keys, costs, self.options.max_eager_tokens or self.keys[0].tokens)
 
-    def capture(self, graph_pool: Any) -> CapturedEncoder:
+    def capture(self, graph_pool: Any = None, beside: CapturedEncoder | None = None) -> CapturedEncoder:
         """Capture the keys in their order, within ``max_pool_bytes``, and measure costs if the options say so.
 
-        A key whose capture fails gets no graph.
+        A key whose capture fails gets no graph. The graphs of ``beside`` stay. If this raises, none is left.
         """
-        fits, graphs = self._what_fits(), EncoderGraphs(self, graph_pool)
+        fits = self._what_fits()
+        graphs = EncoderGraphs(self, graph_pool) if beside is None else beside.graphs
         try:
-            return self._with_missing(graphs, {}, (), fits)
+            with graphs.runtime.capturing():
+                budgets, failed = self._capture_keys(graphs, fits, beside)
+            captured = {key: budgets[key] for key in self.keys if key in budgets}
+            planner = self.planner(list(captured), self._costs(graphs, list(captured)))  # guard: encoder_failed_budget
+            graphs.memory.settle()  # release memory that warm-ups left in the allocator's cache
+            return CapturedEncoder(graphs, captured, failed, planner, ModelState.of_object(self.model))
         except BaseException:
             graphs.close()
             raise
-
-    def extend(self, captured: CapturedEncoder) -> CapturedEncoder:
-        """Capture the keys that ``captured`` lacks beside its graphs, and measure the costs of all keys again."""
-        return self._with_missing(captured.graphs, captured.budgets, captured.failed, self._what_fits())
-
-    def _with_missing(
-        self,
-        graphs: EncoderGraphs,
-        present: Mapping[EncoderGraphKey, CapturedGraph],
-        failed: Sequence[tuple[EncoderGraphKey, Reason]],
-        fits: PoolModel,
-    ) -> CapturedEncoder:
-        known = {*present, *(key for key, _ in failed)}
-        missing = [key for key in self.keys if key not in known]
-        with graphs.runtime.capturing():
-            budgets, more_failed = self._capture_keys(graphs, missing, fits, present)
-        captured = {key: budgets[key] for key in self.keys if key in budgets}
-        planner = self.planner(list(captured), self._costs(graphs, list(captured)))  # guard: encoder_failed_budget
-        graphs.memory.settle()  # release memory that warm-ups left in the allocator's cache
-        return CapturedEncoder(graphs, captured, (*failed, *more_failed), planner, ModelState.of_object(self.model))
 
     def estimate(self) -> MemoryEstimate:
         """Estimate the memory that :meth:`capture` needs, from at most three captures in a throwaway pool."""
@@ -144,20 +131,15 @@ class EncoderLadder:
         return NOTHING_ESTIMATED.pool
 
     def _capture_keys(
-        self,
-        graphs: EncoderGraphs,
-        missing: Sequence[EncoderGraphKey],
-        fits: PoolModel,
-        present: Mapping[EncoderGraphKey, CapturedGraph],
-    ) -> tuple[dict[EncoderGraphKey, CapturedGraph], list[tuple[EncoderGraphKey, Reason]]]:
-        """Capture the ``missing`` keys beside ``present`` ones.
-
-        Returns all captured budgets, and (key, reason) of the keys that have no graph since.
-        """
+        self, graphs: EncoderGraphs, fits: PoolModel, beside: CapturedEncoder | None
+    ) -> tuple[dict[EncoderGraphKey, CapturedGraph], tuple[tuple[EncoderGraphKey, Reason], ...]]:
+        """Capture what ``beside`` lacks: all captured budgets, and (key, reason) of the keys without a graph."""
         keys, most = self._by_descriptor(), self.options.max_pool_bytes
-        wanted, captured = [_named(key) for key in missing], [_named(key) for key in present]
-        budgets: dict[EncoderGraphKey, CapturedGraph] = dict(present)
+        budgets, without = ({}, ()) if beside is None else (dict(beside.budgets), beside.failed)
         failed: list[tuple[EncoderGraphKey, Reason]] = []
+        captured = list(map(_named, budgets))
+        known = {*captured, *(_named(key) for key, _ in without)}
+        wanted = [of for of in keys if of not in known]
         with capture_progress(wanted, self.options.progress) as progress:
 
             def leave_out(of: Key, why: Reason) -> None:
@@ -188,7 +170,7 @@ class EncoderLadder:
         )
         for of in left_out:
             leave_out(of, too_much)
-        return budgets, failed
+        return budgets, (*without, *failed)
 
     # -- costs ------------------------------------------------------------------------------------------------------
 
@@ -216,8 +198,7 @@ class EncoderLadder:
         def eager_if_there_is_memory() -> object:
             try:
                 return eager()
-            except torch.OutOfMemoryError as error:
-                _log.debug("no memory for an eager call of %s: %s", key, error)
+            except torch.OutOfMemoryError:
                 self.notes.warn(
                     "no memory for an eager call beside the graphs: it is not chosen",
                     "set max_pool_bytes, so that the graphs leave memory for eager calls",
@@ -332,11 +313,10 @@ class EncoderBuffers(PaddedMemory[str]):
             memory, contents = self._memory[name], example[name]
             kind = (memory.dtype, memory.device)
             if contents.numel() > memory.numel() or (contents.dtype, contents.device) != kind:
-                raise EncoderConfigError(
+                raise contradiction(
                     f"buffer {name!r} of {key} does not fit into that of the largest key",
-                    expected=f"at most {memory.numel()} elements of {memory.dtype} on {memory.device}",
-                    found=f"{tuple(contents.shape)} of {contents.dtype} on {contents.device}",
-                    remedy="let buffers grow with the key, in dimension 0 only",
+                    f"at most {memory.numel()} elements of {memory.dtype} on {memory.device}",
+                    (tuple(contents.shape), contents.dtype, contents.device),
                 )
             views[name] = memory[: contents.numel()].view(contents.shape)
             views[name].copy_(contents)
@@ -379,12 +359,8 @@ class EncoderBuffers(PaddedMemory[str]):
 
 def _refuse_other_names(values: Mapping[str, object], config: EncoderCudaGraphConfig, method: str) -> None:
     if set(values) != set(config.buffer_keys):
-        raise EncoderConfigError(
-            f"{method} returned other buffers than the configuration has",
-            expected=f"the buffer_keys {list(config.buffer_keys)}",
-            found=repr(list(values)),
-            remedy="return every buffer, None for an unchanged one, and name all of them in buffer_keys",
-        )
+        expected = f"the buffer_keys {list(config.buffer_keys)}, None for an unchanged one"
+        raise contradiction(f"other buffers from {method}", expected, list(values))
 
 
 def _check(name: str, value: object, buffer: torch.Tensor, key: EncoderGraphKey) -> None:
@@ -424,9 +400,4 @@ def check_outputs(
     found = [tuple(output.shape) for output in outputs]
     expected = [(num_tokens, width) for width in config.output_widths]
     if found != expected:
-        raise EncoderConfigError(
-            f"{method} returned shapes that contradict the configuration",
-            expected=str(expected),
-            found=str(found),
-            remedy="return one row for each token, or correct output_width or the output_tokens of the item specs",
-        )
+        raise contradiction(f"other shapes [tokens, output_width] from {method}", str(expected), found)

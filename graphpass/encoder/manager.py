@@ -10,7 +10,7 @@ import itertools
 import logging
 import threading
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -24,7 +24,7 @@ from graphpass.dispatch.owngraphs import due
 from graphpass.encoder.budgets import CapturedEncoder, EncoderLadder, check_outputs, eager_outputs
 from graphpass.encoder.encoderstats import EAGER, OTHER_SETTING, REPLAYED, REQUEST, EncoderStats
 from graphpass.encoder.options import EncoderOptions, checked_config, keys_of
-from graphpass.encoder.planner import BatchPlanner, PackedBatch
+from graphpass.encoder.planner import BatchPlanner, PackedBatch, runs_of
 from graphpass.encoder.protocol import (
     EncoderItems,
     EncoderItemSpec,
@@ -33,6 +33,7 @@ from graphpass.encoder.protocol import (
     SupportsEncoderCudaGraph,
     SupportsEncoderKernels,
     checked_specs,
+    contradiction,
 )
 from graphpass.encoder.sharding import encoded_by_all
 from graphpass.errors import CaptureError, EncoderConfigError, positive
@@ -79,21 +80,21 @@ class EncoderCudaGraphManager:
         dtype: torch.dtype,
         group: Any = None,
     ) -> None:
-        self._model = self.model = model
+        self.model = model
         self._options, self._group = options or EncoderOptions(), group
-        self._device, self._dtype = self.place = torch.device(device), dtype
+        self.place = torch.device(device), dtype
         self._config = checked_config(model.get_encoder_cudagraph_config())
         keys = keys_of(self._options, self._config, model.get_encoder_cudagraph_budget_range())
-        self.runtime = GraphRuntime(device=self._device)
+        self.runtime = GraphRuntime(device=device)
         self._kernels = (model.encoder_attention_kernel(),) if isinstance(model, SupportsEncoderKernels) else ()
         for use in self._kernels:
             if use.remedy:
                 self.runtime.warn(f"attention runs a slower kernel, {use.kernel}: {use.why}", use.remedy)
-        self._ladder = EncoderLadder(model, self._config, keys, self._options, self._device, self._dtype, self.runtime)
+        self._ladder = EncoderLadder(model, self._config, keys, self._options, *self.place, self.runtime)
         self._captured: CapturedEncoder | None = None
         self._is_to_recapture, self._graph_pool = False, None
         self._eager_planner = self._ladder.planner()
-        self._compiler = _compiler_of(model, self._options, self._device)
+        self._compiler = _compiler_of(model, self._options, self.place[0])
         self._ledger = Ledger()
         self._requests, self._eager = (self._ledger.rows("encoder", event)[""] for event in (REQUEST, EAGER))
         self._replays = self._ledger.rows("encoder", REPLAYED)
@@ -154,11 +155,11 @@ class EncoderCudaGraphManager:
             EncoderConfigError: a method of the encoder contradicts its configuration.
         """
         with self._lock, capture_settings():
-            if self._captured is not None and self._captured.budgets:
+            if self.is_captured():
                 raise CaptureError(
                     "the encoder is already captured",
                     expected="a manager without graphs",
-                    found=f"{len(self._captured.budgets)} graphs",
+                    found=f"{len(self.get_cumulative_stats().budgets)} graphs",
                     remedy="call clear() first",
                 )
             if not self._options.enable:
@@ -209,13 +210,13 @@ class EncoderCudaGraphManager:
             more = self._recurring()[:max_sizes]
             if more:
                 known = [*more, *(key.tokens for key in self._ladder.keys)]
-                of_range = self._model.get_encoder_cudagraph_budget_range()
+                of_range = self.model.get_encoder_cudagraph_budget_range()
                 keys = keys_of(self._options, self._config, of_range, known)
                 ladder = replace(self._ladder, keys=keys)
                 try:
-                    captured = ladder.extend(captured)
+                    captured = ladder.capture(beside=captured)
                 except BaseException:
-                    self._drop_graphs()  # some may be gone already
+                    self._drop_graphs()
                     self._is_to_recapture = True
                     raise
                 self._captured, self._ladder = captured, ladder
@@ -257,8 +258,8 @@ class EncoderCudaGraphManager:
 
     def _compile(self) -> None:
         if self._compiler is not None:
-            assert isinstance(self._model, SupportsEncoderCompilation)
-            self._model.compile_encoder(self._compiler, self.runtime, **self._options.of_backend())
+            assert isinstance(self.model, SupportsEncoderCompilation)
+            self.model.compile_encoder(self._compiler, self.runtime, **self._options.of_backend())
             self._compiler = None  # it is compiled once
 
     # -- running ----------------------------------------------------------------------------------------------------
@@ -305,7 +306,7 @@ class EncoderCudaGraphManager:
     def report(self) -> Report:
         """What is slow or missing, which budgets replay, where padding goes, and what it cost; ``print`` it."""
         graphs = None if self._captured is None else self._captured.graphs.runtime
-        name, is_enabled = type(self._model).__name__, self._options.enable
+        name, is_enabled = type(self.model).__name__, self._options.enable
         stats, adapts = self.get_cumulative_stats(), bool(self._recurring())
         figures = stats.figures(self.runtime, graphs, name, is_enabled=is_enabled, adapts=adapts)
         return Report(replace(figures, kernels=self._kernels))
@@ -318,7 +319,7 @@ class EncoderCudaGraphManager:
         else:
 
             def encode(specs: Sequence[EncoderItemSpec], share: Sequence[int]) -> tuple[torch.Tensor, ...]:
-                of_share = self._model.select_encoder_cudagraph_items(items, share)
+                of_share = self.model.select_encoder_cudagraph_items(items, share)
                 return self._rows(of_share, [specs[item] for item in share])
 
             like = self._empty_outputs()
@@ -330,37 +331,34 @@ class EncoderCudaGraphManager:
     def _rows(self, items: EncoderItems, specs: Sequence[EncoderItemSpec]) -> tuple[torch.Tensor, ...]:
         """The encoder's outputs, with the rows of the items in order; the caller owns them."""
         ends = list(itertools.accumulate((spec.output_tokens for spec in specs), initial=0))
-        own: tuple[torch.Tensor, ...] = ()
-        for batch, outputs in self._runs(items, specs):
-            if batch.budget is None and batch.items == tuple(range(len(specs))):  # guard: encoder_outputs_copied
+        if not ends[-1]:
+            return self._empty_outputs()
+        self._follow_weights()
+        everything, own = tuple(range(len(specs))), list[torch.Tensor]()
+        for batch in self._planner().plan(specs):
+            is_all = batch.items == everything
+            part = items if is_all else self.model.select_encoder_cudagraph_items(items, batch.items)
+            outputs = self._outputs(part, batch)
+            if batch.budget is None and is_all:  # guard: encoder_outputs_copied
                 return outputs
-            own = own or tuple(output.new_empty(ends[-1], output.shape[1]) for output in outputs)
-            runs = [(ends[first], ends[last + 1]) for first, last in _runs(batch.items)]  # guard: encoder_request_order
-            parts = (part for output in outputs for part in output.split([end - start for start, end in runs]))
+            own = own or [output.new_empty(ends[-1], output.shape[1]) for output in outputs]
+            consecutive = runs_of(batch.items)  # guard: encoder_request_order
+            runs = [(ends[first], ends[last + 1]) for first, last in consecutive]
+            parts = (rows for output in outputs for rows in output.split([end - start for start, end in runs]))
             copy_each([rows[start:end] for rows in own for start, end in runs], list(parts))
-        return own or self._empty_outputs()
+        return tuple(own)
 
     def _empty_outputs(self) -> tuple[torch.Tensor, ...]:
         """The encoder's outputs for no tokens, [0, width] each."""
         widths = self._config.output_widths
-        return tuple(torch.empty(0, width, dtype=self._dtype, device=self._device) for width in widths)
+        device, dtype = self.place
+        return tuple(torch.empty(0, width, dtype=dtype, device=device) for width in widths)
 
     def _specs_of(self, items: EncoderItems) -> list[EncoderItemSpec]:
         """The sizes of the items of a request. Counts the request."""
-        specs = checked_specs(self._model.get_encoder_cudagraph_item_specs(items), self._config)
+        specs = checked_specs(self.model.get_encoder_cudagraph_item_specs(items), self._config)
         self._requests.n += 1
         return specs
-
-    def _runs(
-        self, items: EncoderItems, specs: Sequence[EncoderItemSpec]
-    ) -> Iterator[tuple[PackedBatch, tuple[torch.Tensor, ...]]]:
-        """Run the batches one after the other. The outputs of a replay are valid until the next replay."""
-        if not any(spec.output_tokens for spec in specs):
-            return
-        self._follow_weights()
-        everything, select = tuple(range(len(specs))), self._model.select_encoder_cudagraph_items
-        for batch in self._planner().plan(specs):
-            yield batch, self._outputs(items if batch.items == everything else select(items, batch.items), batch)
 
     def _follow_weights(self) -> None:
         """If weights changed since the capture, capture again, once the settings are equal to those of the capture."""
@@ -398,22 +396,20 @@ class EncoderCudaGraphManager:
     def _outputs(self, items: EncoderItems, batch: PackedBatch) -> tuple[torch.Tensor, ...]:
         """The output rows of a batch without padding. The outputs of a replay are in the graph pool."""
         if batch.budget is None:
-            outputs = eager_outputs(self._model, items)
+            outputs = eager_outputs(self.model, items)
             check_outputs(outputs, batch.tokens, self._config, "encoder_eager_forward")
-            self._eager.n += 1
-            self._eager.items += len(batch.items)
-            self._eager.real += batch.tokens
+            row = self._eager
             if self._options.enable:
                 self._report_eager(batch.tokens)
-            return outputs
-        assert self._captured is not None
-        outputs = self._captured.graphs.replay(batch.budget, items)
-        row = self._replays[CUDAGraphMode.FULL, batch.budget.descriptor]
+        else:
+            assert self._captured is not None
+            outputs = tuple(rows[: batch.tokens] for rows in self._captured.graphs.replay(batch.budget, items))
+            row = self._replays[CUDAGraphMode.FULL, batch.budget.descriptor]
+            self._ledger.sizes["tokens"][batch.tokens] += 1
         row.n += 1
         row.items += len(batch.items)
         row.real += batch.tokens
-        self._ledger.sizes["tokens"][batch.tokens] += 1
-        return tuple(output[: batch.tokens] for output in outputs)
+        return outputs
 
     def _report_eager(self, num_tokens: int) -> None:
         """Warn of an eager call before the capture or above the largest budget; others are cheaper than a replay."""
@@ -436,14 +432,10 @@ class EncoderCudaGraphManager:
     ) -> Sequence[EncoderOutput]:
         if not specs:
             return ()
-        found = self._model.postprocess_encoder_output(outputs, specs)
+        found = self.model.postprocess_encoder_output(outputs, specs)
         if len(found) != len(specs):
-            raise EncoderConfigError(
-                "postprocess_encoder_output returned another number of results",
-                expected=f"{len(specs)}, one for each item",
-                found=str(len(found)),
-                remedy="return one result for each spec",
-            )
+            expected = f"{len(specs)}, one for each item"
+            raise contradiction("number of results from postprocess_encoder_output", expected, len(found))
         return found
 
 
@@ -459,9 +451,3 @@ def _compiler_of(model: SupportsEncoderCudaGraph, options: EncoderOptions, devic
     if options.compile is False or not can_be_compiled:
         return None
     return options.compiler or ("inductor" if device.type == "cuda" else "aot_eager")
-
-
-def _runs(items: Sequence[int]) -> list[tuple[int, int]]:
-    """The first and the last of each run of numbers that follow each other."""
-    breaks = [place for place in range(1, len(items)) if items[place] != items[place - 1] + 1]
-    return [(items[start], items[end - 1]) for start, end in itertools.pairwise([0, *breaks, len(items)])]

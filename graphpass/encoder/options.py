@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from graphpass.compile import COMPILERS
 from graphpass.encoder.costs import PackingCosts
-from graphpass.encoder.protocol import EncoderCudaGraphConfig, EncoderGraphKey
+from graphpass.encoder.protocol import EncoderCudaGraphConfig, EncoderGraphKey, contradiction
 from graphpass.errors import EncoderConfigError, is_integer, is_seconds
 from graphpass.paddedcalls import is_rule
 
@@ -121,7 +121,7 @@ def checked_config(config: EncoderCudaGraphConfig) -> EncoderCudaGraphConfig:
         _refuse_repeated(f"values of axis {axis.name!r}", axis.values)
         bounds = [value for value in axis.values if type(value) is int]
         if axis.rounds_up and list(axis.values) != sorted(bounds):
-            raise _contradiction(f"axis {axis.name!r} rounds up", "ascending integers", axis.values)
+            raise contradiction(f"axis {axis.name!r} rounds up", "ascending integers", axis.values)
     if config.axes:
         _refuse_repeated("axes", [axis.name for axis in config.axes])
     counts: dict[str, int | None] = {
@@ -130,28 +130,19 @@ def checked_config(config: EncoderCudaGraphConfig) -> EncoderCudaGraphConfig:
     counts |= {f"output_width {index}": width for index, width in enumerate(config.output_widths)}
     for name, count in counts.items():
         if count is not None and count < 1:
-            raise _contradiction(name, "at least 1", count)
+            raise contradiction(name, "at least 1", count)
     unknown = sorted(set(config.padding) - set(config.buffer_keys))
     if unknown:
-        raise _contradiction(f"padding of {unknown[0]!r}", f"one of the buffers {list(config.buffer_keys)}", unknown[0])
+        raise contradiction(f"padding of {unknown[0]!r}", f"one of the buffers {list(config.buffer_keys)}", unknown[0])
     for key, rule in config.padding.items():
         if not (rule is None or is_rule(rule)):
-            raise _contradiction(f"padding of {key!r}", "a number, 'repeat', a function or None", rule)
+            raise contradiction(f"padding of {key!r}", "a number, 'repeat', a function or None", rule)
     return config
 
 
 def _refuse_repeated(name: str, values: Sequence[object]) -> None:
     if not values or len(set(values)) != len(values):
-        raise _contradiction(name, "at least one value, without duplicates", list(values))
-
-
-def _contradiction(name: str, expected: str, found: object) -> EncoderConfigError:
-    return EncoderConfigError(
-        f"the encoder's configuration is wrong: {name}",
-        expected=expected,
-        found=repr(found),
-        remedy="correct what get_encoder_cudagraph_config returns",
-    )
+        raise contradiction(name, "at least one value, without duplicates", list(values))
 
 
 def keys_of(
@@ -232,12 +223,7 @@ def fine_budgets(minimum: int, maximum: int, *, max_graphs: int, multiple: int =
     _refuse_bounds(minimum, maximum)
     _refuse_bounds(-(-minimum // multiple), maximum // multiple)
     if max_graphs < 1:
-        raise EncoderConfigError(
-            "there is no budget to capture",
-            expected="room for at least 1 graph for each path and axis value",
-            found=f"room for {max_graphs}",
-            remedy="raise max_graphs, or set enable=False",
-        )
+        raise _unusable("max_graphs", "at least 1 graph for each path and axis value", max_graphs)
     minimum, maximum = -(-minimum // multiple), maximum // multiple
     if max_graphs == 1:
         return [maximum * multiple]
@@ -268,22 +254,12 @@ def _worst_padding(budgets: Sequence[int]) -> float:
 def checked_budgets(budgets: Sequence[int], minimum: int, maximum: int | None = None) -> tuple[int, ...]:
     """Check the user's ``budgets`` and sort them in ascending order."""
     found = list(budgets) if isinstance(budgets, Iterable) else []
-    wrong = [budget for budget in found if not is_integer(budget, at_least=1)]
-    twice = sorted({budget for budget in found if budget not in wrong and found.count(budget) > 1})
-    if not found or wrong or twice:
-        raise EncoderConfigError(
-            "token_budgets has a wrong value",
-            expected="positive integers, each once",
-            found=f"{twice[0]} {found.count(twice[0])} times" if twice else repr(wrong[0] if wrong else budgets),
-            remedy="omit token_budgets to infer them from the model",
-        )
+    are_integers = found and all(is_integer(budget, at_least=1) for budget in found)
+    if not are_integers or len(set(found)) < len(found):
+        raise _unusable("token_budgets", "positive integers, each once", budgets)
     if max(found) < minimum or (maximum is not None and max(found) > maximum):
-        raise EncoderConfigError(
-            "token_budgets do not fit the model",
-            expected=f"a largest budget from {minimum}, its smallest item, to {maximum}, its largest batch",
-            found=f"{max(found)}",
-            remedy="omit token_budgets to infer them from the model, or give the model a larger batch (max_tokens)",
-        )
+        expected = f"a largest budget from {minimum}, the smallest item, to {maximum}, the largest batch (max_tokens)"
+        raise _unusable("token_budgets", expected, max(found))
     return tuple(sorted(found))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import operator
 from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import numpy.typing as npt
 
 from graphpass.encoder.costs import EncoderCosts, Floats, PackingCosts, TokenCosts, one_by_one, replay_cost
 from graphpass.encoder.protocol import EncoderCudaGraphConfig, EncoderGraphKey, EncoderItemSpec, group_of, grouped
-from graphpass.errors import EncoderConfigError
+from graphpass.errors import EncoderConfigError, positive
 
 Sizes = npt.NDArray[np.int64]
 """[dimension, item]: sizes that add up in a batch, tokens first, then the other sizes that graphs limit."""
@@ -122,14 +121,8 @@ def pack_items(
         EncoderConfigError: a token count is negative, ``max_items`` is below 1, or a budget has no cost.
     """
     ladder = sorted(set(budgets))
-    counts = list(map(operator.index, tokens))
-    if max_items < 1 or min(counts, default=0) < 0:
-        raise EncoderConfigError(
-            "items cannot be packed",
-            expected="max_items of at least 1, and token counts of at least 0",
-            found=f"max_items={max_items}, smallest count {min(counts, default=0)}",
-            remedy="check the item specs that the model returns",
-        )
+    positive(max_items, "max_items", error=EncoderConfigError)
+    counts = [positive(count, "a token count", at_least=0, error=EncoderConfigError) for count in tokens]
     table = RungTable([(replay_cost(budget, cost), (budget, max_items), (), budget) for budget in ladder])
     working = [item for item, count in enumerate(counts) if count]
     sizes = np.array([[counts[item] for item in working], [1] * len(working)], dtype=np.int64)
@@ -309,6 +302,12 @@ def _prefix_sums(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 def _groups(items: Sequence[Any], cuts: Places) -> list[tuple[Any, ...]]:
     return [tuple(items[start:end]) for start, end in itertools.pairwise(cuts.tolist())]
+
+
+def runs_of(items: Sequence[int]) -> list[tuple[int, int]]:
+    """The first and the last of each run of numbers that follow each other."""
+    starts = [place for place in range(len(items)) if not place or items[place] != items[place - 1] + 1]
+    return [(items[start], items[end - 1]) for start, end in itertools.pairwise([*starts, len(items)])]
 
 
 class BatchPlanner:

@@ -235,22 +235,21 @@ def grouped(config: EncoderCudaGraphConfig, keys: Sequence[EncoderGraphKey]) -> 
 def checked_specs(specs: Sequence[EncoderItemSpec], config: EncoderCudaGraphConfig) -> list[EncoderItemSpec]:
     """Return ``specs`` if they agree with the configuration."""
     names, specs = tuple(axis.name for axis in config.axes), list(specs)
+    where = "item {} of get_encoder_cudagraph_item_specs"
     for item, spec in enumerate(specs):
         if min(spec.input_size, spec.output_tokens, spec.frames) < 0:
-            raise _wrong(item, spec, "sizes of at least 0")
+            raise contradiction(where.format(item), "sizes of at least 0", spec)
         if spec.path not in config.paths:
-            raise _wrong(item, spec, f"a path among {list(config.paths)}")
+            raise contradiction(where.format(item), f"a path among {list(config.paths)}", spec)
         if tuple(name for name, _ in spec.axes) != names:
-            raise _wrong(item, spec, f"values of the axes {list(names)}")
+            raise contradiction(where.format(item), f"values of the axes {list(names)}", spec)
         if any(axis.rounds_up and type(v) is not int for axis, (_, v) in zip(config.axes, spec.axes, strict=True)):
-            raise _wrong(item, spec, "integers on axes that round up")
+            raise contradiction(where.format(item), "integers on axes that round up", spec)
     return specs
 
 
-def _wrong(item: int, spec: EncoderItemSpec, expected: str) -> EncoderConfigError:
-    return EncoderConfigError(
-        f"the spec of item {item} from get_encoder_cudagraph_item_specs contradicts the configuration",
-        expected=expected,
-        found=str(spec),
-        remedy="correct the item specs or the configuration",
-    )
+def contradiction(what: str, expected: str, found: object) -> EncoderConfigError:
+    """The error for what a method of the encoder returns, and ``expected`` follows from its configuration."""
+    remedy = "correct what the method returns, or what get_encoder_cudagraph_config returns"
+    problem = f"the encoder contradicts its configuration: {what}"
+    return EncoderConfigError(problem, expected=expected, found=repr(found), remedy=remedy)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from graphpass.encoder.protocol import EncoderItemSpec
-from graphpass.errors import AgreementError, EncoderConfigError
+from graphpass.errors import AgreementError, EncoderConfigError, positive
 from graphpass.ranks.group import DataParallelAgreement, RankRows
 
 LEAST_SAVED = 1024
@@ -51,13 +51,8 @@ def balance_items(sizes: Sequence[int], num_ranks: int) -> ItemShares:
     Raises:
         EncoderConfigError: ``num_ranks`` is below 1, or a size is negative.
     """
-    if num_ranks < 1 or any(size < 0 for size in sizes):
-        raise EncoderConfigError(
-            "items cannot be distributed",
-            expected="at least 1 rank, and sizes of at least 0",
-            found=f"num_ranks={num_ranks}, smallest size {min(sizes, default=0)}",
-            remedy="check the item specs that the model returns",
-        )
+    positive(num_ranks, "num_ranks", error=EncoderConfigError)
+    positive(min(sizes, default=0), "the size of an item", at_least=0, error=EncoderConfigError)
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     least = [(0, 0, rank) for rank in range(num_ranks)]
     for item in sorted(range(len(sizes)), key=lambda index: -sizes[index]):

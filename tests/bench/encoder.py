@@ -29,7 +29,7 @@ from rich.table import Table
 import graphpass as gp
 from graphpass import EncoderCudaGraphManager, EncoderOptions
 from graphpass.encoder import EncoderGraphKey, SupportsEncoderCudaGraph, generate_budgets
-from graphpass.encoder.adapters import GridAdapter
+from graphpass.encoder.adapters import TowerAdapter
 from tests.bench.generate import empty_caches
 from tests.bench.timing import (
     HandCapture,
@@ -165,8 +165,8 @@ class Forms:
     """What all loads share: the tower, adapters over its weights, and captured managers."""
 
     tower: Any
-    eager: GridAdapter
-    compiled: GridAdapter
+    eager: TowerAdapter
+    compiled: TowerAdapter
     doubling: EncoderCudaGraphManager
     manager: EncoderCudaGraphManager
 
@@ -192,13 +192,13 @@ class Forms:
 def make_forms(setup: Setup, tower: Any, manager: EncoderCudaGraphManager) -> Forms:
     """Capture what has not been."""
     options = adapter_options(setup)
-    compiled = GridAdapter(tower, **options)
+    compiled = TowerAdapter(tower, **options)
     compiled.compile_encoder(setup.compiler, gp.GraphRuntime())
     ladder = generate_budgets(max(setup.budgets[0], setup.budgets[1] // 64), setup.budgets[1])
     greedy = EncoderOptions(token_budgets=ladder, compile=False, costs=None)
     doubling = EncoderCudaGraphManager.from_model(tower, options=greedy, **options)
     doubling.capture()
-    return Forms(tower, GridAdapter(tower, **options), compiled, doubling, manager)
+    return Forms(tower, TowerAdapter(tower, **options), compiled, doubling, manager)
 
 
 def adapter_options(setup: Setup) -> dict[str, int]:

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from graphpass.encoder.adapters import GridAdapter, TowerAdapter, adapter_for
+from graphpass.encoder.adapters import TowerAdapter, adapter_for
+from graphpass.encoder.adapters.adapter import takes_grids
 from graphpass.encoder.manager import EncoderCudaGraphManager
 from graphpass.encoder.options import EncoderOptions
 from graphpass.errors import EncoderConfigError
@@ -82,7 +83,7 @@ def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
 def _alone(adapter: TowerAdapter, tower: Any, patches: torch.Tensor, grid: Grid) -> list[torch.Tensor]:
     """All that the tower returns for one item."""
     patches = patches.to(next(tower.parameters()).dtype)
-    is_packed = isinstance(adapter, GridAdapter)
+    is_packed = takes_grids(tower)
     grids = {"grid_thw": torch.tensor([grid], device=patches.device)} if is_packed else {}
     with torch.no_grad():
         values = tower(adapter.as_taken(patches), **grids).values()

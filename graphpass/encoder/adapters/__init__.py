@@ -1,4 +1,4 @@
-"""Adapters implement the encoder protocol for stock vision towers; :func:`adapter_for` makes one for any tower."""
+"""The adapter implements the encoder protocol for stock vision towers; :func:`adapter_for` makes it for any tower."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from graphpass.encoder.adapters.adapter import FixedSizeAdapter, GridAdapter, TowerAdapter, takes_grids
+from graphpass.encoder.adapters.adapter import TowerAdapter, takes_grids
 from graphpass.encoder.adapters.tower import unserved_tower
 from graphpass.encoder.protocol import SupportsEncoderCudaGraph
 
-__all__ = ["FixedSizeAdapter", "GridAdapter", "TowerAdapter", "adapter_for"]
+__all__ = ["TowerAdapter", "adapter_for"]
 
 
 def adapter_for(tower: Any, **options: Any) -> SupportsEncoderCudaGraph:
@@ -18,16 +18,14 @@ def adapter_for(tower: Any, **options: Any) -> SupportsEncoderCudaGraph:
 
     Args:
         tower: a vision tower of transformers, ``model.visual`` or ``model.vision_tower``.
-        options: options of the adapter, see its class.
+        options: options of :class:`TowerAdapter`.
 
     Raises:
-        EncoderConfigError: no adapter can serve the tower, or ``options`` are passed for an object that implements the
-            protocol itself.
+        EncoderConfigError: the adapter cannot serve the tower, or ``options`` are passed for an object that implements
+            the protocol itself.
     """
-    if isinstance(tower, nn.Module) and takes_grids(tower):
-        return GridAdapter(tower, **options)
-    if isinstance(tower, nn.Module) and hasattr(getattr(tower, "config", None), "image_size"):
-        return FixedSizeAdapter(tower, **options)
+    if isinstance(tower, nn.Module) and (takes_grids(tower) or hasattr(getattr(tower, "config", None), "image_size")):
+        return TowerAdapter(tower, **options)
     if isinstance(tower, SupportsEncoderCudaGraph) and not options:
         return tower
     raise unserved_tower(

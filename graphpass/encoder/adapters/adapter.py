@@ -11,17 +11,18 @@ import inspect
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from graphpass.capture.settings import capture_settings
 from graphpass.capture.tape import TapeDevice
+from graphpass.compat import trees
 from graphpass.encoder.adapters.items import Grid, GridItems
 from graphpass.encoder.adapters.tables import GRID_KEY, GridTables, noted_calls
-from graphpass.encoder.adapters.tower import TowerCopy, checked_count, eagerly, refuse_changed, unserved_tower
+from graphpass.encoder.adapters.tower import TowerCopy, eagerly, refuse_changed, unserved_tower
 from graphpass.encoder.protocol import (
     EncoderCudaGraphConfig,
     EncoderGraphKey,
@@ -30,7 +31,7 @@ from graphpass.encoder.protocol import (
     EncoderOutput,
     SupportsEncoderCudaGraph,
 )
-from graphpass.errors import CaptureError, EncoderConfigError, GraphpassError, one_of
+from graphpass.errors import CaptureError, EncoderConfigError, GraphpassError, one_of, positive
 from graphpass.report import KernelUse
 
 LAST_HIDDEN_STATE, POOLER_OUTPUT, BOTH = "last_hidden_state", "pooler_output", "both"
@@ -39,17 +40,29 @@ _EXAMPLE_SIDES, _EXAMPLE_IMAGES = (16, 26), 5
 """The example for compilation. Inductor selects kernels by its sizes, which are those of typical batches."""
 _FAILURES = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
 """What a tower raises that does not take what it is given."""
-_TOLERANCE = {torch.float32: 5e-3, torch.float64: 5e-3}
-_TOLERANCE_OF_HALF = 5e-2
+_TOLERANCE, _TOLERANCE_OF_HALF = 5e-3, 5e-2
 
 
 class TowerAdapter(SupportsEncoderCudaGraph):
     """The adapter of a stock tower. Its *rows* are patches of images of any size, or images of the one size.
 
+    Items are the output of the model's processor. A tower that takes ``(pixel_values, grid_thw)``, and tables that are
+    made from the grids, takes images as ``pixel_values`` with ``image_grid_thw`` (or ``grid_thw``) and clips as
+    ``pixel_values_videos`` with ``video_grid_thw``; images come first. Keep grids on the CPU: they are read on the
+    host. A tower of one size takes ``pixel_values`` [images, channels, height, width] alone. The result of its image is
+    a tuple of the outputs without their batch dimension; one output is not a tuple. Budgets count the rows of all
+    outputs of an image, if these have one width, otherwise images.
+
     Args:
         tower: the stock tower, in eval mode and on its device. It is not changed; its weights are shared.
-        output: the result of an item: a field of what the tower returns, or ``both``, all of them. None: see the class.
-        max_items: number of images and clips in the largest batch.
+        output: the result of an item: a field of what the tower returns, or ``both``, all of them. None: ``both`` of a
+            tower of one size, else ``pooler_output``, or ``last_hidden_state`` of a tower without it, and the fields
+            that are lists (deepstack).
+        min_tokens: the smallest budget, in output tokens. None: 16, or one image of one size.
+        max_tokens: the largest budget. None: 4096, or ``max_items`` images of one size.
+        max_items: number of images and clips in the largest batch. None: 32, or 64 of one size.
+        max_frames: maximum number of temporal slices in a batch. A higher limit makes the attention of every graph
+            slightly slower. None: 32, or ``max_items`` if that is more.
 
     Raises:
         EncoderConfigError: an option has a wrong value, or the tower cannot be served; the error says why.
@@ -57,23 +70,27 @@ class TowerAdapter(SupportsEncoderCudaGraph):
 
     _tables: GridTables | None = None  #: of a tower that takes grids
 
-    def __init__(self, tower: Any, *, output: str | None, max_items: int) -> None:
+    def __init__(
+        self,
+        tower: Any,
+        *,
+        output: str | None = None,
+        min_tokens: int | None = None,
+        max_tokens: int | None = None,
+        max_items: int | None = None,
+        max_frames: int | None = None,
+    ) -> None:
         refuse_changed(tower)  # guard: encoder_tower_changed
-        self.tower, self._output, self._max_items = tower, output, checked_count("max_items", max_items)
-        self._has_grids = takes_grids(tower)
+        self.tower, self._output, self._has_grids = tower, output, takes_grids(tower)
         self._own = TowerCopy(tower, is_packed=self._has_grids)
-        of_config = getattr(tower.config, "spatial_merge_size", 1)
-        self._merge: int = getattr(tower, "spatial_merge_size", of_config) if self._has_grids else 1
+        self._merge: int = getattr(tower, "spatial_merge_size", getattr(tower.config, "spatial_merge_size", 1))
         grids = [(1, 4 * self._merge, 6 * self._merge), (1, 2 * self._merge, 4 * self._merge)]
         if not self._has_grids:
             grids = [(1, 1, 1)] * 2
         pixels, stock, calls = self._called(grids)
-        fields, num_rows = self._read(stock), len(pixels)
-        self._counts = {name: len(parts) for name, parts in fields.items()}
-        parts = [part for of_field in fields.values() for part in of_field]
-        shapes = [part.shape for part in parts]
-        #: rows of the input for a token, of a tower that takes grids
-        self._unit = max(num_rows // shape[0] for shape in shapes) if self._has_grids else 1
+        parts, self._structure = trees.flatten(self._read(stock))
+        shapes, num_rows = [part.shape for part in parts], len(pixels)
+        self._unit = max(num_rows // shape[0] for shape in shapes)  # rows of the input for a token
         if any(num_rows % shape[0] or self._unit % (num_rows // shape[0]) for shape in shapes):
             raise unserved_tower(tower, "outputs of rows for patches, tokens or images", f"outputs of shapes {shapes}")
         self._row_shapes = [shape[1:] for shape in shapes]
@@ -90,40 +107,51 @@ class TowerAdapter(SupportsEncoderCudaGraph):
         key = EncoderGraphKey(tokens, tokens * self._unit, 3, 3)
         self._try(parts, {"pixel_values": pixels, GRID_KEY: grids}, key)
 
+        def checked(name: str, value: int | None, usual: int, at_least: int = 1) -> int:
+            what, remedy = f"option {name} of the adapter", "omit the option for its default"
+            given = usual if value is None else value
+            return positive(given, what, at_least=at_least, remedy=remedy, error=EncoderConfigError)
+
+        self._max_items = checked("max_items", max_items, 32 if self._has_grids else 64)
+        self._max_frames = checked("max_frames", max_frames, max(32, self._max_items), self._max_items)
+        least = checked("min_tokens", min_tokens, 16 if self._has_grids else self._each)
+        most = checked("max_tokens", max_tokens, 4096 if self._has_grids else self._each * self._max_items, least)
+        self._range = least, most
+
     # -- what the tower takes and returns
 
     def _called(self, grids: Sequence[Grid]) -> tuple[torch.Tensor, Any, Any]:
         """Rows of the first shape that the tower takes, what it returned for them, and how it made its tables."""
-        seeded, weight = torch.Generator().manual_seed(0), next(self.tower.parameters())
-        on_device, count, reasons = torch.tensor(grids).to(weight.device), sum(map(math.prod, grids)), []
+        seeded, reasons = torch.Generator().manual_seed(0), []
+        on_device, count = torch.tensor(grids).to(self._weight.device), sum(map(math.prod, grids))
         named = {GRID_KEY: on_device} if self._has_grids else {}
         for shape, is_batch in itertools.product(_row_shapes(self.tower, self._has_grids), (False, self._has_grids)):
             self.row_shape, self._is_batch = shape, is_batch
-            pixels = torch.randn(count, *shape, generator=seeded, device="cpu").to(weight)
+            pixels = torch.randn(count, *shape, generator=seeded, device="cpu").to(self._weight)
             try:
                 with eagerly(), noted_calls(on_device) as calls:
                     return pixels, self.tower(self.as_taken(pixels), **named), calls
             except _FAILURES as error:
                 reasons.append(f"{type(error).__name__}: {error}")
         what = "patches and grid_thw" if self._has_grids else f"images {self.row_shape}"
-        raise unserved_tower(self.tower, f"a forward of {what} alone", reasons[0] if reasons else "none")
+        raise unserved_tower(self.tower, f"a forward of {what} alone", reasons[0])
 
     def as_taken(self, pixels: torch.Tensor) -> torch.Tensor:
         """Rows as the tower's first argument."""
         return pixels.unsqueeze(0) if self._is_batch else pixels
 
-    def _read(self, output: Any) -> dict[str, tuple[torch.Tensor, ...]]:
-        """{field of the output that is asked for: its tensors}."""
+    def _read(self, output: Any) -> Any:
+        """What is asked for of the tower's output: all of it, or {field: tensor or tensors}."""
         if not hasattr(output, "keys"):
             raise unserved_tower(self.tower, "named outputs (config.return_dict)", type(output).__name__)
-        fields = {n: (value,) if isinstance(value, torch.Tensor) else tuple(value) for n, value in output.items()}
-        usual = (POOLER_OUTPUT if POOLER_OUTPUT in fields else LAST_HIDDEN_STATE) if self._has_grids else BOTH
+        usual = (POOLER_OUTPUT if POOLER_OUTPUT in output else LAST_HIDDEN_STATE) if self._has_grids else BOTH
         chosen = self._output or usual
         problem = f"option output of the adapter for {type(self.tower).__name__} has a wrong value"
-        one_of(chosen, (*fields, BOTH), problem, remedy=f"omit the option for {usual!r}", error=EncoderConfigError)
-        self._kind, self._single = type(output), {name for name in fields if isinstance(output[name], torch.Tensor)}
-        lists = set() if self._output else fields.keys() - self._single
-        return {name: parts for name, parts in fields.items() if chosen in (name, BOTH) or name in lists}
+        one_of(chosen, (*output, BOTH), problem, remedy=f"omit the option for {usual!r}", error=EncoderConfigError)
+        if chosen == BOTH:
+            return output
+        has_lists = self._output is None
+        return {n: v for n, v in output.items() if n == chosen or (has_lists and not isinstance(v, torch.Tensor))}
 
     def _by_token(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The outputs, [tokens, width] each."""
@@ -138,22 +166,19 @@ class TowerAdapter(SupportsEncoderCudaGraph):
 
     def as_output(self, outputs: Sequence[torch.Tensor]) -> Any:
         """What the tower returns for all items together, of the outputs by token with ``output="both"``."""
-        tensors = iter(self._as_returned(outputs))
-        named = {name: [next(tensors) for _ in range(count)] for name, count in self._counts.items()}
-        return self._kind(**{name: value[0] if name in self._single else value for name, value in named.items()})
+        return trees.unflatten(self._as_returned(outputs), self._structure)
 
     def _forward(self, pixels: torch.Tensor, tables: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The outputs by token, for full buffers."""
         named, pieces = {}, {}
         if self._tables is not None:
             named, pieces = self._tables.arguments(tables, len(pixels)), self._tables.pieces(tables)
-        fields = self._read(self._own(self.as_taken(pixels), pieces=pieces, **named))
-        return self._by_token([part for parts in fields.values() for part in parts])
+        return self._by_token(trees.tensors(self._read(self._own(self.as_taken(pixels), pieces=pieces, **named))))
 
     def _try(self, stock: Sequence[torch.Tensor], items: EncoderItems, key: EncoderGraphKey) -> None:
         """Record the forward over an example, run it over ``items``, and compare with what the tower returned."""
-        dtype = next(self.tower.parameters()).dtype
-        buffers = self.prepare_encoder_cudagraph_capture_inputs(key, self._device, dtype)
+        dtype = self._weight.dtype
+        buffers = self.prepare_encoder_cudagraph_capture_inputs(key, self._weight.device, dtype)
         recorder = TapeDevice()
         try:
             with eagerly():
@@ -171,7 +196,7 @@ class TowerAdapter(SupportsEncoderCudaGraph):
         for found, by_stock in zip(outputs, self._by_token(stock), strict=True):
             expected = by_stock.double()
             differs_by = float((found[: len(expected)].double() - expected).norm() / expected.norm())
-            most = math.inf if self.tower.training else _TOLERANCE.get(dtype, _TOLERANCE_OF_HALF)
+            most = math.inf if self.tower.training else _TOLERANCE_OF_HALF if dtype.itemsize < 4 else _TOLERANCE
             if differs_by > most:  # guard: encoder_trial
                 raise unserved_tower(self.tower, "its own results", f"results that differ by {differs_by:.1e}")
 
@@ -185,12 +210,13 @@ class TowerAdapter(SupportsEncoderCudaGraph):
             output_width=self._widths[0] if len(self._widths) == 1 else tuple(self._widths),
             patches_per_token=self._unit,
             token_multiple=self._each,
+            max_frames=self._max_frames if self._has_grids else None,
             max_items=self._max_items,
         )
 
     def get_encoder_cudagraph_budget_range(self) -> tuple[int, int]:
-        """The tokens of one image, and of the largest batch."""
-        return self._each, self._each * self._max_items
+        """``min_tokens`` and ``max_tokens``."""
+        return self._range
 
     def get_encoder_cudagraph_item_specs(self, items: EncoderItems) -> list[EncoderItemSpec]:
         """One spec for each image and clip."""
@@ -226,26 +252,21 @@ class TowerAdapter(SupportsEncoderCudaGraph):
     ) -> dict[str, torch.Tensor]:
         """The rows, unchanged, and the tables of their grids, padded on the host and copied in one transfer."""
         found = self._items(items)
-        return {"pixel_values": found.patches(), **self._tables_on(found.grids, self._device, key)}
+        return {"pixel_values": found.rows(), **self._tables_on(found.grids, self._weight.device, key)}
 
     def encoder_cudagraph_forward(self, buffers: Mapping[str, torch.Tensor], key: EncoderGraphKey) -> EncoderOutput:
         """Each chosen output of the tower, [key.tokens, width]."""
         with capture_settings():
             outputs = self._forward(buffers["pixel_values"], buffers)
-        missing = [key.tokens - len(rows) for rows in outputs]
-        return tuple(
-            torch.cat([rows, rows.new_zeros(more, rows.shape[1])]) if more else rows
-            for rows, more in zip(outputs, missing, strict=True)
-        )
+        missing = key.tokens - len(outputs[0])  # of a budget between two numbers of images
+        return tuple(F.pad(rows, (0, 0, 0, missing)) for rows in outputs) if missing else outputs
 
     def encoder_eager_forward(self, items: EncoderItems) -> EncoderOutput:
         """The forward without padding."""
         found = self._items(items)
-        pixels = found.patches().to(self._device)
-        if not len(pixels):
-            return tuple(next(self.tower.parameters()).new_empty(0, width) for width in self._widths)
+        pixels = found.rows().to(self._weight.device)
         with eagerly():
-            return self._forward(pixels, self._tables_on(found.grids, self._device))
+            return self._forward(pixels, self._tables_on(found.grids, self._weight.device))
 
     def postprocess_encoder_output(
         self, output: tuple[torch.Tensor, ...], specs: Sequence[EncoderItemSpec]
@@ -266,21 +287,19 @@ class TowerAdapter(SupportsEncoderCudaGraph):
         """Compile one block for all layers and sizes; of images of one size, one image and any number apart."""
         height, width = (side * self._merge // 2 if self._merge > 1 else side for side in _EXAMPLE_SIDES)
         grids = [(1, height, width) if self._has_grids else (1, 1, 1)] * _EXAMPLE_IMAGES
-        example = self._black(grids, self._device, next(self.tower.parameters()).dtype)
+        example = self._black(grids, self._weight.device, self._weight.dtype)
         run = functools.partial(self.encoder_eager_forward, example)
         self._own.compile(run, compiler=compiler, runtime=runtime, **options)
 
     # --
 
     @property
-    def _device(self) -> torch.device:
+    def _weight(self) -> torch.Tensor:
         weight: torch.Tensor = next(self.tower.parameters())
-        return weight.device
+        return weight
 
     def _items(self, items: EncoderItems) -> GridItems:
-        if self._has_grids:
-            return GridItems.of(items, self._merge, self.row_shape)
-        return GridItems.of_images(items.get("pixel_values"), self.row_shape)
+        return GridItems.of(items, self.row_shape, self._merge if self._has_grids else None)
 
     def _black(self, grids: Sequence[Grid], device: torch.device, dtype: torch.dtype) -> EncoderItems:
         pixels = torch.zeros(sum(map(math.prod, grids)), *self.row_shape, device=device, dtype=dtype)
@@ -307,64 +326,6 @@ class TowerAdapter(SupportsEncoderCudaGraph):
             square = math.isqrt(tokens)
             height = max(range(square, square // 2, -1), key=lambda height: tokens // height * height)
             yield 1, height * self._merge, tokens // height * self._merge
-
-
-class GridAdapter(TowerAdapter):
-    """The adapter for a tower that takes ``(pixel_values, grid_thw)``, and tables that are made from the grids.
-
-    Items are the output of the model's processor: ``pixel_values`` with ``image_grid_thw`` (or ``grid_thw``), and
-    ``pixel_values_videos`` with ``video_grid_thw``. Images come first, then clips. Keep grids on the CPU: they are read
-    on the host.
-
-    Args:
-        tower: see :class:`TowerAdapter`.
-        min_tokens: the smallest budget, in output tokens.
-        max_tokens: the largest budget.
-        max_items: maximum number of images and clips in a batch.
-        max_frames: maximum number of temporal slices in a batch. A higher limit makes the attention of every graph
-            slightly slower.
-        output: None: ``pooler_output``, or ``last_hidden_state`` of a tower without it, and the fields that are lists
-            (deepstack). ``both``: all fields.
-    """
-
-    def __init__(
-        self,
-        tower: Any,
-        *,
-        min_tokens: int = 16,
-        max_tokens: int = 4096,
-        max_items: int = 32,
-        max_frames: int = 32,
-        output: str | None = None,
-    ) -> None:
-        min_tokens = checked_count("min_tokens", min_tokens)
-        self._range = min_tokens, checked_count("max_tokens", max_tokens, at_least=min_tokens)
-        self._max_frames = checked_count("max_frames", max_frames, at_least=checked_count("max_items", max_items))
-        super().__init__(tower, output=output, max_items=max_items)
-
-    def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
-        """Images and clips."""
-        return replace(super().get_encoder_cudagraph_config(), max_frames=self._max_frames)
-
-    def get_encoder_cudagraph_budget_range(self) -> tuple[int, int]:
-        """``min_tokens`` and ``max_tokens``."""
-        return self._range
-
-
-class FixedSizeAdapter(TowerAdapter):
-    """The adapter for a tower that takes ``pixel_values`` [images, channels, height, width] of one size alone.
-
-    The result of an image is a tuple of the tower's outputs without their batch dimension; one output is not a tuple.
-    Budgets count the rows of all outputs of an image, if these have one width, otherwise images.
-
-    Args:
-        tower: see :class:`TowerAdapter`.
-        output: None: ``both``, all that the tower returns.
-        max_items: number of images in the largest batch.
-    """
-
-    def __init__(self, tower: Any, *, output: str | None = None, max_items: int = 64) -> None:
-        super().__init__(tower, output=output, max_items=max_items)
 
 
 def _row_shapes(tower: Any, has_grids: bool) -> list[tuple[int, ...]]:

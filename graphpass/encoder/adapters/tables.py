@@ -12,7 +12,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from graphpass.encoder.protocol import EncoderGraphKey
 from graphpass.errors import EncoderConfigError
 
 _LIBRARY = "transformers."
-_ROWS, _INDEX, _BOUNDS = "rows", "index", "bounds"
+_ROWS, _INDEX, _BOUNDS, _FRAMES = "rows", "index", "bounds", "frames"
 _KEPT, _KEPT_BATCHES = 256, 16
 OWN_TOWER = "implement the protocol for it: docs/encoder_protocol.md"
 _STRIP = 64
@@ -94,16 +94,12 @@ def noted_calls(grids: torch.Tensor) -> Iterator[list[TableCall]]:
 class _TableKind:
     """What one table is like."""
 
-    kind: str  #: a row for each patch; the place of each row among those of a batch; or the bounds of sequences
+    kind: str  #: a row for each patch; the place of each row among those of a batch; the bounds of sequences; frames
     columns: tuple[int, ...] = ()
     dtype: torch.dtype = torch.int32
     patches_per_row: int = 1
-    tokens_per_sequence: int = 0  #: of sequences: a frame has one more for so many tokens, at most; 0: it is one
+    tokens_per_sequence: int = sys.maxsize  #: of sequences: a frame has one more for so many tokens, at most
     longest: int | None = None  #: of sequences: most patches; None: all patches of a batch
-
-    def sequences(self, frames: int, tokens: int) -> int:
-        """The most sequences that so many frames with so many tokens together have."""
-        return frames + (tokens // self.tokens_per_sequence if self.tokens_per_sequence else 0)
 
 
 @dataclass
@@ -117,30 +113,26 @@ class GridTables:
     calls: Sequence[TableCall]
     unit: int  #: patches of a token
     merge: int  #: sides of grids are multiples of it
-    limits: list[str] = field(default_factory=list)  #: names of numbers that the tower takes: lengths of sequences
-    kinds: dict[str, _TableKind] = field(default_factory=dict)  #: {name: what it is like}
 
     def __post_init__(self) -> None:
         self._words_of_item = functools.lru_cache(_KEPT)(self._flat_words)
         self._joined = functools.lru_cache(_KEPT_BATCHES)(self._join)
-        first, second = (2, 4 * self.merge, 6 * self.merge), (1, 2 * self.merge, 4 * self.merge)
-        numbers = (first, 2 * first[1] * first[2]), (second, second[1] * second[2])
-        (one, patches), (other, _) = ((self._tables([grid]), count) for grid, count in numbers)
-        both = self._tables([first, second])
-        for name, table in both.items():
-            if isinstance(table, torch.Tensor):
-                self.kinds[name] = self._kind(name, one[name], other[name], table, patches)
-            else:
-                self.limits.append(name)
+        grids = [(2, 4 * self.merge, 6 * self.merge), (1, 2 * self.merge, 4 * self.merge)]
+        one, other, both = self._tables(grids[:1]), self._tables(grids[1:]), self._tables(grids)
+        made = [name for name, table in both.items() if isinstance(table, torch.Tensor)]
+        self._limits = both.keys() - made  # numbers that the tower takes: lengths of sequences
+        #: {name of a table that the tower takes: what it is like}
+        self.kinds = {name: self._kind(name, one[name], other[name], both[name], math.prod(grids[0])) for name in made}
         self._sequences = [name for name, table in self.kinds.items() if table.kind == _BOUNDS]
         if not self._sequences:
             raise _unfit("bounds of sequences from grids", f"the tables {sorted(self.kinds)}")
+        self.kinds[GRID_KEY] = _TableKind(_FRAMES, (3,))
         #: names of all buffers
-        self.names = (*self.kinds, GRID_KEY, *itertools.chain(*map(piece_keys, self._sequences)))
+        self.names = (*self.kinds, *itertools.chain(*map(piece_keys, self._sequences)))
 
     def arguments(self, tables: Mapping[str, torch.Tensor], num_patches: int) -> dict[str, Any]:
         """What the tower takes instead of computing it. All sequences are at most as long as the batch."""
-        return {name: tables[name] for name in (*self.kinds, GRID_KEY)} | dict.fromkeys(self.limits, num_patches)
+        return {name: tables[name] for name in self.kinds} | dict.fromkeys(self._limits, num_patches)
 
     def pieces(self, tables: Mapping[str, torch.Tensor]) -> dict[int, Pieces[torch.Tensor]]:
         """{id of a table of bounds: the pieces of its sequences}."""
@@ -153,9 +145,9 @@ class GridTables:
         rows[GRID_KEY] = frames + 1
         for name in self._sequences:
             table = self.kinds[name]
-            rows[name] = table.sequences(frames, key.tokens) + 2
-            most = most_pieces(rows[name] - 2, key.patches, table.longest or key.patches)
-            rows |= zip(piece_keys(name), (most + 1, most + 1, most), strict=True)
+            sequences = frames + key.tokens // table.tokens_per_sequence
+            pieces = most_pieces(sequences, key.patches, table.longest or key.patches)
+            rows |= {name: sequences + 2, **dict(zip(piece_keys(name), (pieces + 1, pieces + 1, pieces), strict=True))}
         return rows
 
     def on_device(
@@ -167,8 +159,8 @@ class GridTables:
         """
         flat, sizes = self._joined(tuple(grid for grid in grids if math.prod(grid)), key, device.type == "cuda")
         # Callers may write to their copy.
-        parts = flat.to(device, non_blocking=True, copy=True).split(sizes)
-        return {name: self._shaped(name, part) for name, part in zip(self.names, parts, strict=True)}
+        found = dict(zip(self.names, flat.to(device, non_blocking=True, copy=True).split(sizes), strict=True))
+        return found | {n: found[n].view(of.dtype).view(-1, *of.columns) for n, of in self.kinds.items()}
 
     # --
 
@@ -189,10 +181,9 @@ class GridTables:
         dtype = torch.float32 if both.is_floating_point() else torch.int32
         per_row = patches // max(1, len(one))
         if len(both) == len(one) + len(other) and per_row * len(one) == patches:
-            if torch.equal(both, torch.cat([one, other])):
-                return _TableKind(_ROWS, tuple(both.shape[1:]), dtype, per_row)
-            if torch.equal(both, torch.cat([one, other + len(one)])):
-                return _TableKind(_INDEX, tuple(both.shape[1:]), dtype, per_row)
+            for kind, following in ((_ROWS, other), (_INDEX, other + len(one))):
+                if torch.equal(both, torch.cat([one, following])):
+                    return _TableKind(kind, tuple(both.shape[1:]), dtype, per_row)
         if both.dim() == 1 and torch.equal(both, torch.cat([one, other[1:] + one[-1]])) and int(one[-1]) == patches:
             return self._sequences_like(name)
         raise _unfit("tables of a batch that are its items' tables", f"{name} is not, of shape {tuple(both.shape)}")
@@ -200,27 +191,24 @@ class GridTables:
     def _sequences_like(self, name: str) -> _TableKind:
         """Measure into how many sequences frames are cut, and how long these are."""
         strips = [side for length in range(1, _STRIP) for side in ((1, length), (length, 1))]
-        cut: list[tuple[int, list[int]]] = []
+        fewest_tokens, longest = sys.maxsize, 0
         for height, width in (*strips, *itertools.product((2, 3, 5, 8, 13, 16), repeat=2), (_STRIP, _STRIP)):
             lengths = self._tables([(1, height * self.merge, width * self.merge)])[name].diff().tolist()
             if len(lengths) > 1:
-                cut.append((height * width * self.merge**2 // self.unit, lengths))
-        if not cut:
-            return _TableKind(_BOUNDS)
-        per_sequence = min(tokens // (len(lengths) - 1) for tokens, lengths in cut)
-        if not per_sequence:
+                tokens = height * width * self.merge**2 // self.unit
+                fewest_tokens, longest = min(fewest_tokens, tokens // (len(lengths) - 1)), max(longest, *lengths)
+        if not fewest_tokens:
             raise _unfit("sequences of a token or more", f"more sequences than tokens in {name}")
-        return _TableKind(_BOUNDS, tokens_per_sequence=per_sequence, longest=max(max(lengths) for _, lengths in cut))
-
-    def _columns(self, name: str) -> int:
-        return 3 if name == GRID_KEY else math.prod(self.kinds[name].columns) if name in self.kinds else 1
+        return _TableKind(_BOUNDS, tokens_per_sequence=fewest_tokens, longest=longest or None)
 
     def _flat_words(self, grid: Grid) -> dict[str, Words]:
         """Of an item: words of its tables, the lengths of its sequences in place of their bounds."""
-        made = {name: table for name, table in self._tables([grid]).items() if name in self.kinds}
-        for name in self._sequences:
-            made[name] = made[name].diff()
-        return {name: t.to(self.kinds[name].dtype).reshape(-1).numpy().view(np.int32) for name, t in made.items()}
+        made = {**self._tables([grid]), GRID_KEY: torch.tensor([(1, *grid[1:])] * grid[0], device="cpu")}
+        found = {}
+        for name, of in self.kinds.items():
+            table = made[name].diff() if of.kind == _BOUNDS else made[name]
+            found[name] = table.to(of.dtype).reshape(-1).numpy().view(np.int32)
+        return found
 
     def _join(
         self, grids: tuple[Grid, ...], key: EncoderGraphKey | None, is_pinned: bool
@@ -228,44 +216,28 @@ class GridTables:
         """The words of all tables of a batch, and how many each table has."""
         each = list(map(self._words_of_item, grids))
         words: dict[str, Words] = {}
-        for name, table in self.kinds.items():
+        for name, of in self.kinds.items():
             parts = [np.empty(0, dtype=np.int32), *(item[name] for item in each)]
-            if table.kind == _BOUNDS:
+            if of.kind == _BOUNDS:
                 lengths = np.concatenate(parts)
                 parts = [np.append(0, lengths.cumsum())]
                 words |= zip(piece_keys(name), pieces_of(lengths), strict=True)
-            elif table.kind == _INDEX:
+            elif of.kind == _INDEX:
                 starts = itertools.accumulate(map(len, parts), initial=0)
                 parts = [part + start for part, start in zip(parts, starts, strict=False)]
             words[name] = np.concatenate(parts)
-        frames = [(1, height, width) for count, height, width in grids for _ in range(count)]
-        words[GRID_KEY] = np.array(frames, dtype=np.int32).reshape(-1)
         rows = {} if key is None else self.rows(key)
-        sizes = [max(len(words[name]), rows.get(name, 0) * self._columns(name)) for name in self.names]
+        columns = {name: math.prod(of.columns) for name, of in self.kinds.items()}
+        sizes = [max(len(words[name]), rows.get(name, 0) * columns.get(name, 1)) for name in self.names]
         flat = torch.empty(sum(sizes), dtype=torch.int32, device="cpu", pin_memory=is_pinned)
         for name, part in zip(self.names, np.split(flat.numpy(), np.cumsum(sizes)[:-1]), strict=True):
-            found = len(words[name])
+            found, kind = len(words[name]), self.kinds[name].kind if name in self.kinds else ""
             part[:found] = words[name]
-            part[found:] = self._padding(name, part[:found], len(part))  # guard: encoder_padded_tables
-            if key is not None and name in self._sequences:
+            padding = {_ROWS: 0, _FRAMES: 1, _INDEX: np.arange(found, len(part))}
+            part[found:] = padding.get(kind, words[name][-1:])  # guard: encoder_padded_tables
+            if key is not None and kind == _BOUNDS:
                 part[-1] = key.patches
         return flat, sizes
-
-    def _padding(self, name: str, found: Words, size: int) -> Any:
-        """Rows of padding: valid indices, places of their own, sequences without patches, frames of one patch."""
-        if name == GRID_KEY:
-            return 1
-        if name in self.kinds:
-            kind = self.kinds[name].kind
-            return np.arange(len(found), size) if kind == _INDEX else found[-1] if kind == _BOUNDS else 0
-        is_bounds = name.endswith((_PIECES.query_bounds, _PIECES.key_starts))
-        return found[-1] if is_bounds else 0
-
-    def _shaped(self, name: str, words: torch.Tensor) -> torch.Tensor:
-        if name == GRID_KEY:
-            return words.view(-1, 3)
-        table = self.kinds.get(name)
-        return words if table is None else words.view(table.dtype).view(-1, *table.columns)
 
 
 _PIECES = Pieces(*(f"_{name}" for name in Pieces._fields))

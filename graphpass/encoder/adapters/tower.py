@@ -1,4 +1,4 @@
-"""What adapters share: checks of options, and a copy of a tower that shares its weights and runs its code."""
+"""A copy of a tower that shares its weights and runs its code, and the towers that it cannot be made of."""
 
 from __future__ import annotations
 
@@ -19,14 +19,8 @@ from graphpass.compat import dynamo, nnmodules, trees
 from graphpass.context import set_forward_context
 from graphpass.encoder.adapters.tables import OWN_TOWER
 from graphpass.encoder.attention import Pieces, kernel_of, use_packed_attention
-from graphpass.errors import EncoderConfigError, positive
+from graphpass.errors import EncoderConfigError
 from graphpass.report import KernelUse
-
-
-def checked_count(name: str, value: int, *, at_least: int = 1) -> int:
-    """The value of the adapter's option ``name`` as an int."""
-    what, remedy = f"option {name} of the adapter", "omit the option for its default"
-    return positive(value, what, at_least=at_least, remedy=remedy, error=EncoderConfigError)
 
 
 def unserved_tower(tower: object, expected: str, found: str) -> EncoderConfigError:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphpass as gp
-from graphpass.encoder.adapters import FixedSizeAdapter, GridAdapter, adapter_for
+from graphpass.encoder.adapters import TowerAdapter, adapter_for
 from graphpass.encoder.adapters.items import Grid, GridItems
 from graphpass.encoder.adapters.tables import GRID_KEY, GridTables, TableCall, noted_calls, piece_keys
 from graphpass.encoder.adapters.tower import TowerCopy
@@ -26,18 +26,22 @@ from graphpass.encoder.protocol import EncoderGraphKey
 from tests.e2e.hugging_face import CPU
 from tests.e2e.towers import CLIP, QWEN2_5_VL, QWEN3_VL, SIGLIP, Tower
 
-KINDS = [(QWEN2_5_VL, GridAdapter), (QWEN3_VL, GridAdapter), (SIGLIP, FixedSizeAdapter), (CLIP, FixedSizeAdapter)]
 GRID = torch.tensor([[1, 4, 4]])
 CLIP_OF_16 = {"pixel_values_videos": torch.ones(16, 96), "video_grid_thw": GRID}
 
 
-@pytest.mark.parametrize(("stock", "kind"), KINDS)
-def test_by_what_the_forward_takes(stock: Tower, kind: type) -> None:
+@pytest.mark.parametrize(
+    ("stock", "limits"),
+    [(QWEN2_5_VL, (16, 4096, 32)), (QWEN3_VL, (16, 4096, 32)), (SIGLIP, (17, 1088, 64)), (CLIP, (18, 1152, 64))],
+)
+def test_by_what_the_forward_takes(stock: Tower, limits: tuple[int, ...]) -> None:
     tower = stock.build(CPU)
-    assert type(adapter_for(tower)) is kind
     tower.__class__ = type("Derived", (type(tower),), {})
     adapter = adapter_for(tower)
-    assert type(adapter) is kind
+    assert isinstance(adapter, TowerAdapter)
+    config = adapter.get_encoder_cudagraph_config()
+    assert (*adapter.get_encoder_cudagraph_budget_range(), config.max_items) == limits
+    assert config.max_frames == (32 if stock.has_grids else None)
     assert adapter_for(adapter) is adapter
 
 
@@ -66,13 +70,13 @@ def test_options_that_cannot_be(stock: Tower, options: dict[str, Any], found: st
 @pytest.mark.parametrize(
     ("items", "found"),
     [
-        ({"pixel_values": torch.ones(15, 96), "image_grid_thw": GRID}, "the grids say, 16; found 15 patches"),
+        ({"pixel_values": torch.ones(15, 96), "image_grid_thw": GRID}, r"\[16, 96\]; found \(15, 96\)"),
         ({"pixel_values": torch.ones(12, 96), "image_grid_thw": torch.tensor([[1, 3, 4]])}, "multiples of 2"),
         ({"pixel_values": torch.ones(16, 96)}, "pixel_values"),
         ({}, "the keys"),
         ({"pixel_values": torch.ones(16, 96), **CLIP_OF_16}, "the keys.*'pixel_values', 'pixel_values_videos'"),
         ({"pixel_values": torch.ones(16, 96), "image_grid_thw": GRID, "grid_thw": GRID}, "the keys.*'grid_thw'"),
-        ({"pixel_values": torch.ones(16, 95), "image_grid_thw": GRID}, r"\[patches, 96\]; found \(16, 95\)"),
+        ({"pixel_values": torch.ones(16, 95), "image_grid_thw": GRID}, r"\[16, 96\]; found \(16, 95\)"),
         ({"pixel_values": torch.ones(16, 96).numpy(), "image_grid_thw": GRID}, "as a tensor.*found ndarray"),
         ({"pixel_values": torch.ones(16, 96), "image_grid_thw": [[1, -4, -4]]}, "none below 0"),
         ({"pixel_values": torch.ones(16, 96), "image_grid_thw": [[4, 4]]}, r"\[items, 3\]"),
@@ -95,7 +99,7 @@ def test_items_that_do_not_fit_their_grids(items: dict[str, Any], found: str) ->
     "items", [{}, {"pixel_values": torch.ones(2, 3, 16, 8)}, {"pixel_values": torch.ones(3, 16, 16)}]
 )
 def test_images_of_another_size(items: dict[str, torch.Tensor]) -> None:
-    with pytest.raises(gp.errors.ShapeError, match=r"'images', 3, 16, 16"):
+    with pytest.raises(gp.errors.ShapeError, match=r"3, 16, 16\]; found"):
         adapter_for(CLIP.build(CPU)).get_encoder_cudagraph_item_specs(items)
 
 
@@ -138,7 +142,7 @@ def read(images: list[Grid], clips: list[Grid] | None = None) -> GridItems:
     if clips is not None:
         items["pixel_values_videos"] = numbered(clips, len(items["pixel_values"]))
         items["video_grid_thw"] = torch.tensor(clips).view(-1, 3)
-    return GridItems.of(items, MERGE, (WIDTH,))
+    return GridItems.of(items, (WIDTH,), MERGE)
 
 
 @given(GRIDS, st.none() | GRIDS, st.data())
@@ -160,7 +164,7 @@ def test_selected_items_are_those_of_the_request(images: list[Grid], clips: list
 )
 def test_neighbours_are_not_copied(indices: list[int], is_copied: bool) -> None:
     found = read([(1, 2, 2), (1, 2, 4), (2, 2, 2), (1, 4, 4)])
-    storage = found.patches().untyped_storage().data_ptr()
+    storage = found.rows().untyped_storage().data_ptr()
     assert (found.selected(indices)["pixel_values"].untyped_storage().data_ptr() != storage) == is_copied
 
 
@@ -171,7 +175,7 @@ def test_neighbours_are_not_copied(indices: list[int], is_copied: bool) -> None:
 )
 def test_grids_in_any_form(as_given: Any) -> None:
     grids = [(1, 2, 4), (2, 2, 2)]
-    found = GridItems.of({"pixel_values": numbered(grids), "grid_thw": as_given(grids)}, MERGE, (WIDTH,))
+    found = GridItems.of({"pixel_values": numbered(grids), "grid_thw": as_given(grids)}, (WIDTH,), MERGE)
     assert found.grids == grids
     assert found.selected([1])["grid_thw"].dtype == torch.int64
 

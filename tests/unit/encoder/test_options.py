@@ -88,8 +88,8 @@ def test_each_path_and_axis_value_has_graphs_and_shares_the_allowance() -> None:
     ("options", "numbers"),
     [
         ({"token_budgets": []}, r"\[\]"),
-        ({"token_budgets": [8, 8]}, "8 2 times"),
-        ({"token_budgets": [0]}, "found 0"),
+        ({"token_budgets": [8, 8]}, r"\[8, 8\]"),
+        ({"token_budgets": [0]}, r"\[0\]"),
         ({"token_budgets": [4, 8], "max_items_per_batch": 5}, "at most 4 items.*max_items_per_batch=5"),
         ({"max_items_per_batch": 0}, "max_items_per_batch=0"),
         ({"max_frames_per_batch": -1}, "max_frames_per_batch=-1"),
@@ -97,7 +97,7 @@ def test_each_path_and_axis_value_has_graphs_and_shares_the_allowance() -> None:
         ({"max_eager_tokens": 0}, "max_eager_tokens=0"),
         ({"max_graphs": 0}, "max_graphs=0"),
         ({"log_every": 0}, "log_every=0"),
-        ({"token_budgets": 8}, "integers, each once; found 8"),
+        ({"token_budgets": 8}, "integers, each once; found token_budgets=8"),
         ({"enable": "no"}, "enable='no'"),
         ({"compile": "yes"}, "compile='yes'"),
         ({"compiler": "tvm"}, "inductor.*compiler='tvm'"),
@@ -118,19 +118,19 @@ def test_options_that_no_model_could_have(options: dict[str, Any], numbers: str)
 @pytest.mark.parametrize(
     ("options", "encoder", "numbers"),
     [
-        ({"token_budgets": [8, 64]}, {}, "from 1, its smallest item, to 32, its largest batch; found 64"),
+        ({"token_budgets": [8, 64]}, {}, "from 1, the smallest item, to 32, the largest batch.*=64"),
         ({"max_items_per_batch": 256}, {"budget_range": (4, 128)}, "at most 32 items.*=256, and budgets from 4 to 128"),
         (
             {"max_items_per_batch": 33, "token_budgets": [128]},
             {"budget_range": (4, 128)},
             "at most 32 items of 4 tokens in 128 tokens; found max_items_per_batch=33",
         ),
-        ({"token_budgets": [2, 3]}, {"budget_range": (4, 32)}, "from 4.*found 3"),
+        ({"token_budgets": [2, 3]}, {"budget_range": (4, 32)}, "from 4.*=3"),
         ({}, {"budget_range": (0, 32)}, "minimum=0, maximum=32"),
         ({}, {"budget_range": (33, 32)}, "minimum=33, maximum=32"),
         ({"max_frames_per_batch": 4}, {}, "does not count frames; found max_frames_per_batch=4"),
         ({"max_frames_per_batch": 9}, {"max_frames": 8}, "at most 8; found max_frames_per_batch=9"),
-        ({"max_graphs": 3}, {"paths": ("a", "b", "c", "d")}, "room for 0"),
+        ({"max_graphs": 3}, {"paths": ("a", "b", "c", "d")}, "max_graphs=0"),
         ({"compile": True}, {}, "compile_encoder.*ToyEncoder"),
         (
             {"token_budgets": [4, 8], "costs": PackingCosts({4: 1.0}, lambda tokens: 1.0)},
@@ -199,16 +199,16 @@ def test_one_graph_is_the_largest() -> None:
 
 CONTRADICTIONS: list[tuple[Callable[[], object], str]] = [
     # budgets of the user
-    (lambda: checked_budgets([4, 2.5], 4, 100), r"found 2\.5"),  # type: ignore[list-item]
-    (lambda: checked_budgets([4, True], 4, 100), "found True"),
-    (lambda: checked_budgets([4, 200], 4, 100), "from 4, its smallest item, to 100, its largest batch; found 200"),
-    (lambda: checked_budgets([1, 3], 4, 100), "found 3"),
+    (lambda: checked_budgets([4, 2.5], 4, 100), r"\[4, 2\.5\]"),  # type: ignore[list-item]
+    (lambda: checked_budgets([4, True], 4, 100), r"\[4, True\]"),
+    (lambda: checked_budgets([4, 200], 4, 100), "from 4, the smallest item, to 100, the largest batch.*=200"),
+    (lambda: checked_budgets([1, 3], 4, 100), "found token_budgets=3"),
     # ladders
     (lambda: generate_budgets(0, 4), "minimum=0, maximum=4"),
     (lambda: generate_budgets(9, 4), "minimum=9, maximum=4"),
     (lambda: generate_budgets(1, 4, ratio=1), "ratio=1"),
     (lambda: generate_budgets(1, 4, ratio=math.inf), "ratio=inf"),
-    (lambda: fine_budgets(1, 8, max_graphs=0), "room for 0"),
+    (lambda: fine_budgets(1, 8, max_graphs=0), "max_graphs=0"),
     (lambda: fine_budgets(8, 4, max_graphs=3), "minimum=8, maximum=4"),
     (lambda: fine_budgets(3, 4, max_graphs=3, multiple=5), "minimum=1, maximum=0"),
     # configurations

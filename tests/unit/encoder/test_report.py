@@ -124,7 +124,9 @@ def test_shares_are_balanced_by_what_is_read(rank: int, monkeypatch: pytest.Monk
     assert asked == [0, 1, 2, 3], "a small request stays whole"
 
 
-@pytest.mark.parametrize(("sizes", "num_ranks", "numbers"), [([1], 0, "num_ranks=0"), ([3, -1], 2, "smallest size -1")])
+@pytest.mark.parametrize(
+    ("sizes", "num_ranks", "numbers"), [([1], 0, "num_ranks.*found 0"), ([3, -1], 2, "size.*found -1")]
+)
 def test_what_cannot_be_distributed(sizes: list[int], num_ranks: int, numbers: str) -> None:
     with pytest.raises(EncoderConfigError, match=numbers):
         balance_items(sizes, num_ranks)
