@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tests.e2e.hugging_face import far_from_initial
-from tests.e2e.vision_families import LEVELS, SMALL, WINDOWS, patches_of
+from tests.e2e.towers import LEVELS, SMALL, WINDOWS, patches_of
 
 IMAGE_TOKEN, VOCABULARY = 90, 97
 TEXT = {

@@ -7,7 +7,7 @@ import pytest
 from tests.e2e.hugging_face import CPU as HOST
 from tests.e2e.hugging_face import CUDA, Place
 from tests.e2e.tower_table import LADDER, NUM_REQUESTS, SHARE, measured, row_of, rows_of_page
-from tests.e2e.vision_families import FAMILIES, Family
+from tests.e2e.towers import FAMILIES, Tower
 
 IN_EVERY_RUN = ("dinov2", "exaone4_5", "glm4v", "paddleocr_vl")
 REFUSED = {
@@ -21,17 +21,17 @@ REFUSED = {
 """What they read on the host, or need beside patches and grids."""
 
 
-def case(family: Family, place: Place) -> object:
+def case(family: Tower, place: Place) -> object:
     """Some families in every run, or all of them on a GPU."""
     in_soak = [] if str(family) in IN_EVERY_RUN else [pytest.mark.soak]
     return pytest.param(family, place, marks=in_soak if place is HOST else pytest.mark.cuda, id=f"{family}-{place}")
 
 
 @pytest.mark.parametrize(("family", "place"), [case(family, place) for place in (HOST, CUDA) for family in FAMILIES])
-def test_a_tower_is_equal_and_replays_or_is_refused(family: Family, place: Place) -> None:
+def test_a_tower_is_equal_and_replays_or_is_refused(family: Tower, place: Place) -> None:
     if not family.is_there:
         pytest.skip("this transformers does not have it")
-    outcome = measured(family, place.device, place.dtype)
+    outcome = measured(family, place)
     assert bool(outcome.refusal) == (str(family) in REFUSED)
     if outcome.refusal:
         assert REFUSED[str(family)] in outcome.refusal

@@ -17,8 +17,8 @@ from graphpass.encoder.adapters.adapter import takes_grids
 from graphpass.encoder.manager import EncoderCudaGraphManager
 from graphpass.encoder.options import EncoderOptions
 from graphpass.errors import EncoderConfigError
-from tests.e2e.hugging_face import difference
-from tests.e2e.vision_families import FAMILIES, Family, Grid, patches_of
+from tests.e2e.hugging_face import CPU, Place, difference
+from tests.e2e.towers import FAMILIES, Grid, Tower, patches_of
 
 PAGE = Path(__file__).parents[2] / "docs/encoder.md"
 BEGIN, END = "<!-- towers: begin -->\n", "<!-- towers: end -->"
@@ -40,9 +40,9 @@ class Outcome:
     graphs: int = 0  #: as many as are captured
 
 
-def measured(family: Family, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Outcome:
+def measured(family: Tower, place: Place = CPU) -> Outcome:
     """Two passes of requests of other sizes, each item against what the tower returns for it alone."""
-    tower = family.build(device, dtype)
+    tower = family.build(place)
     limits = {"min_tokens": 8, "max_tokens": LADDER[-1], "max_frames": 16} if family.has_grids else {}
     try:
         adapter: Any = adapter_for(tower, max_items=8, output="both", **limits)
@@ -51,7 +51,7 @@ def measured(family: Family, device: str = "cpu", dtype: torch.dtype = torch.flo
     least, largest = adapter.get_encoder_cudagraph_budget_range()
     ladder = LADDER if family.has_grids else [least * count for count in IMAGES_OF_BUDGETS]
     options = EncoderOptions(token_budgets=[b for b in ladder if b <= largest], costs=None, compile=False)
-    manager = EncoderCudaGraphManager(adapter, options=options, device=device, dtype=dtype)
+    manager = EncoderCudaGraphManager(adapter, options=options, device=place.device, dtype=place.dtype)
     manager.capture()
     seeded, seen, differs_by, rounding, replayed = random.Random(0), set[tuple[Grid, ...]](), 0.0, 0.0, 0
     exact = copy.deepcopy(tower).float()
@@ -91,7 +91,7 @@ def _alone(adapter: TowerAdapter, tower: Any, patches: torch.Tensor, grid: Grid)
     return parts if is_packed else [part[0] for part in parts]
 
 
-def row_of(family: Family, outcome: Outcome) -> str:
+def row_of(family: Tower, outcome: Outcome) -> str:
     """The row of one family, after its name."""
     items = "images, clips" if family.has_clips else "images" if family.has_grids else "images of one size"
     if outcome.refusal:
