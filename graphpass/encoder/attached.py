@@ -134,13 +134,10 @@ def _served(tower: nn.Module, attached: AttachedEncoder) -> nn.Module:
         return object.__new__, (stock,), self.__dict__
 
     own = {"forward": forward, "__reduce_ex__": reduced, "__module__": stock.__module__, _ATTACHED: True}
-    return _shared(type(stock.__name__, (stock,), own), tower)
-
-
-def _shared(kind: type[nn.Module], module: nn.Module) -> nn.Module:
-    shared = kind.__new__(kind)
-    shared.__dict__ = module.__dict__
-    return shared
+    kind: Any = type(stock.__name__, (stock,), own)
+    served: nn.Module = kind.__new__(kind)
+    served.__dict__ = tower.__dict__
+    return served
 
 
 def _unattached(expected: str, found: str) -> EncoderConfigError:

@@ -4,10 +4,7 @@ It takes concatenated sequences of any length, described by their pieces, and re
 works in whole-encoder graphs and in blocks that are compiled for symbolic sizes. On CUDA in half precision it is
 torch's flash attention, otherwise one ``scaled_dot_product_attention`` with a block-diagonal mask.
 
-Pieces are what a flash attention kernel in a graph computes blocks of. In a graph, the kernel launches thread blocks
-for the maximum number of sequences, each of the maximum length. Most blocks have no work, and their launch takes a
-quarter of the attention time of twenty images (docs/benchmarks.md, encoder graphs). Pieces of queries have a fixed
-length and need about one block each, for any lengths of images. Each piece attends to all keys of its sequence.
+For pieces, see Note [Pieces of sequences] in docs/design.
 
 It is registered as an attention function of Hugging Face, under the name below. Whether it is flash attention is in the
 configuration of the calling layer: :func:`use_packed_attention` writes it into that of an adapter's copy.
@@ -31,7 +28,7 @@ from graphpass.report import KernelUse
 PACKED_ATTENTION = "graphpass_flash_packed"
 """The name contains "flash" because towers pass bounds of sequences to such functions only; otherwise they split the
 sequences on the host."""
-_IS_FLASH = "graphpass_is_flash"
+_WHY_NOT_FLASH = "graphpass_why_not_flash"
 _HEAD_ALIGNMENT = 8
 """Torch's flash attention takes heads of a multiple of this."""
 _NO_REMEDY = "nothing on this GPU and this torch: small token_budgets keep the mask small"
@@ -160,31 +157,24 @@ def use_packed_attention(module: torch.nn.Module) -> None:
     weight = next(module.parameters())
     for config in _configs(module):
         config._attn_implementation = PACKED_ATTENTION
-        setattr(config, _IS_FLASH, why_not_flash(weight.device, weight.dtype, _head_dim(config)) is None)
+        heads = getattr(config, "num_attention_heads", None) or config.num_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        setattr(config, _WHY_NOT_FLASH, why_not_flash(weight.device, weight.dtype, head_dim))
 
 
 def kernel_of(module: torch.nn.Module) -> KernelUse:
     """The kernel that computes the attention of a module with packed attention, and what a faster one needs."""
-    weight, (config, *_) = next(module.parameters()), _configs(module)
-    reason = why_not_flash(weight.device, weight.dtype, _head_dim(config))
+    weight, reason = next(module.parameters()), getattr(_configs(module)[0], _WHY_NOT_FLASH)
     if reason is None:
         return KernelUse("flash attention over packed images", "all items", "it needs no mask")
-    remedy = ""
-    if weight.is_cuda:
-        is_half = weight.dtype in (torch.float16, torch.bfloat16)
-        remedy = _NO_REMEDY if is_half else "load the tower in torch.bfloat16 or torch.float16"
+    remedy = "load the tower in torch.bfloat16 or torch.float16" if weight.itemsize > 2 else _NO_REMEDY
+    remedy = remedy if weight.is_cuda else ""
     return KernelUse("scaled_dot_product_attention over packed images with a mask", "all items", reason, remedy)
 
 
 def _configs(module: torch.nn.Module) -> list[Any]:
     found = (getattr(layer, "config", None) for layer in module.modules())
     return list({id(config): config for config in found if config is not None}.values())
-
-
-def _head_dim(config: Any) -> int:
-    heads = getattr(config, "num_attention_heads", None) or config.num_heads
-    width: int = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return width
 
 
 def _packed_of_layer(
@@ -225,6 +215,6 @@ def _packed_of_layer(
     query, key, value, scale = by_token(
         (query, key, value), scaling, what=what, remedy="use the tower through its adapter"
     )
-    pieces, is_flash = Pieces(query_bounds, cu_seq_lens_q, key_lengths), getattr(module.config, _IS_FLASH)
+    pieces, is_flash = Pieces(query_bounds, cu_seq_lens_q, key_lengths), getattr(module.config, _WHY_NOT_FLASH) is None
     attended = packed_attention(query, key, value, pieces, scale=scale, is_flash=is_flash)
     return attended.unsqueeze(0), None

@@ -266,7 +266,7 @@ class EncoderGraphs:
 
     def run_eagerly(self, key: EncoderGraphKey) -> EncoderOutput:
         """Run the forward of ``key`` eagerly over the current contents of its buffers."""
-        with _without_graphs():
+        with set_forward_context():  # compiled code neither captures nor replays graphs
             return self._ladder.model.encoder_cudagraph_forward(self.buffers.of(key), key)
 
     def close(self) -> None:
@@ -380,17 +380,12 @@ def _check(name: str, value: object, buffer: torch.Tensor, key: EncoderGraphKey)
 
 def eager_outputs(model: SupportsEncoderCudaGraph, items: EncoderItems) -> tuple[torch.Tensor, ...]:
     """The encoder's outputs for ``items``, computed eagerly and without padding."""
-    with _without_graphs():
+    with set_forward_context():  # compiled code neither captures nor replays graphs
         return _outputs_of(model.encoder_eager_forward(items))
 
 
 def _outputs_of(result: EncoderOutput) -> tuple[torch.Tensor, ...]:
     return (result,) if isinstance(result, torch.Tensor) else tuple(result)
-
-
-def _without_graphs() -> contextlib.AbstractContextManager[Any]:
-    """A forward context in which compiled code neither captures nor replays graphs."""
-    return set_forward_context(runtime_mode=CUDAGraphMode.NONE)
 
 
 def check_outputs(

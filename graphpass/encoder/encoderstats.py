@@ -9,7 +9,7 @@ from graphpass.capture.runtime import GraphRuntime
 from graphpass.encoder.budgets import CapturedEncoder
 from graphpass.encoder.protocol import EncoderGraphKey
 from graphpass.ledger import CountedReason, Ledger, Reason, Row
-from graphpass.report import KeyUse, Problem, ReportFigures, SizeTraffic, Table
+from graphpass.report import Problem, ReportFigures, SizeTraffic, Table
 from graphpass.report.drawing import counted, text_of
 from graphpass.report.figures import key_sizes, padding_share
 from graphpass.serving.traffic import Traffic, captured_group
@@ -117,7 +117,11 @@ class EncoderStats:
         return replace(
             figures,
             problems=(*figures.problems, *(() if captured is None else captured.problems), *self._problems()),
-            keys=tuple(map(_key_use, self.budgets)),
+            keys=tuple(
+                budget.use("encoder", {"tokens": key.num_tokens, "items": key.num_reqs, **key_sizes(key, ())})
+                for budget in self.budgets
+                for key in [budget.captured.descriptor]
+            ),
             uncaptured=self._eager(is_enabled),
             traffic=(sizes,) if self.histogram else (),
             costs=replace(
@@ -151,8 +155,3 @@ class EncoderStats:
         elif not self.budgets:
             reason = Reason("nothing is captured", "call capture()")
         return (CountedReason("encoder", reason, self.eager_calls),)
-
-
-def _key_use(budget: Traffic) -> KeyUse:
-    key = budget.captured.descriptor
-    return budget.use("encoder", {"tokens": key.num_tokens, "items": key.num_reqs, **key_sizes(key, ())})

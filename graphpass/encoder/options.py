@@ -166,7 +166,10 @@ def keys_of(
         )
     _refuse_more_items(options.max_items_per_batch, budgets, -1, minimum)  # guard: encoder_items_clamped
     most_items = options.max_items_per_batch or config.max_items or _USUAL_ITEMS
-    most_frames = _frames_of(options, config)
+    most_frames = options.max_frames_per_batch or config.max_frames
+    if most_frames is not None and most_frames > (config.max_frames or 0):
+        most = config.max_frames or "0, because the model does not count frames"
+        raise _unusable("max_frames_per_batch", f"at most {most}", most_frames)
     keys = []
     for budget in sorted({*budgets, *more}, reverse=True):
         most_smallest = max(1, budget // minimum)  # as many of the smallest items fit
@@ -177,17 +180,6 @@ def keys_of(
         sizes = (budget, budget * config.patches_per_token, min(most_items, most_smallest), frames)
         keys += [EncoderGraphKey(*sizes, path, axes) for path, axes in combinations]
     return tuple(keys)
-
-
-def _frames_of(options: EncoderOptions, config: EncoderCudaGraphConfig) -> int | None:
-    max_frames = options.max_frames_per_batch
-    if max_frames is None:
-        return config.max_frames
-    if config.max_frames is None or max_frames > config.max_frames:
-        most = "None, because the model does not count frames"
-        most = most if config.max_frames is None else f"at most {config.max_frames}"
-        raise _unusable("max_frames_per_batch", most, max_frames)
-    return max_frames
 
 
 def generate_budgets(minimum: int, maximum: int, *, ratio: float = 2) -> list[int]:

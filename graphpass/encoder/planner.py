@@ -344,8 +344,10 @@ class BatchPlanner:
 
     def _planned(self, specs: Sequence[EncoderItemSpec]) -> tuple[PackedBatch, ...]:
         groups: dict[Hashable, list[int]] = {}
-        for item, group in enumerate(self._groups_of(specs)):
-            if specs[item].output_tokens:  # guard: encoder_empty_items
+        is_path_alone = len(self._bounds) == len(self._config.axes)  # the usual case, of which the host has many items
+        for item, spec in enumerate(specs):
+            if spec.output_tokens:  # guard: encoder_empty_items
+                group = (spec.path,) if is_path_alone else group_of(self._config, spec.path, spec.axes)
                 groups.setdefault(group, []).append(item)
         tokens = [spec.output_tokens for spec in specs]
         planned = [
@@ -371,12 +373,6 @@ class BatchPlanner:
             surcharges = surcharge(table[1], np.array([spec.frames for spec in specs]))  # guard: encoder_item_costs
         eager = self._costs.eager[group]
         return plan_cheaply(table, self._tables[group], eager, self._max_eager_tokens, peaks, surcharges)
-
-    def _groups_of(self, specs: Sequence[EncoderItemSpec]) -> list[Hashable]:
-        """:func:`group_of` each item, with a fast path if all axes round up."""
-        if len(self._bounds) == len(self._config.axes):
-            return [(spec.path,) for spec in specs]
-        return [group_of(self._config, spec.path, spec.axes) for spec in specs]
 
     def _rung(self, key: EncoderGraphKey) -> Rung:
         # guard: encoder_limit_items, encoder_limit_patches

@@ -235,16 +235,18 @@ def grouped(config: EncoderCudaGraphConfig, keys: Sequence[EncoderGraphKey]) -> 
 def checked_specs(specs: Sequence[EncoderItemSpec], config: EncoderCudaGraphConfig) -> list[EncoderItemSpec]:
     """Return ``specs`` if they agree with the configuration."""
     names, specs = tuple(axis.name for axis in config.axes), list(specs)
-    where = "item {} of get_encoder_cudagraph_item_specs"
     for item, spec in enumerate(specs):
         if min(spec.input_size, spec.output_tokens, spec.frames) < 0:
-            raise contradiction(where.format(item), "sizes of at least 0", spec)
-        if spec.path not in config.paths:
-            raise contradiction(where.format(item), f"a path among {list(config.paths)}", spec)
-        if tuple(name for name, _ in spec.axes) != names:
-            raise contradiction(where.format(item), f"values of the axes {list(names)}", spec)
-        if any(axis.rounds_up and type(v) is not int for axis, (_, v) in zip(config.axes, spec.axes, strict=True)):
-            raise contradiction(where.format(item), "integers on axes that round up", spec)
+            expected = "sizes of at least 0"
+        elif spec.path not in config.paths:
+            expected = f"a path among {list(config.paths)}"
+        elif tuple(name for name, _ in spec.axes) != names:
+            expected = f"values of the axes {list(names)}"
+        elif any(axis.rounds_up and type(v) is not int for axis, (_, v) in zip(config.axes, spec.axes, strict=True)):
+            expected = "integers on axes that round up"
+        else:
+            continue
+        raise contradiction(f"item {item} of get_encoder_cudagraph_item_specs", expected, spec)
     return specs
 
 

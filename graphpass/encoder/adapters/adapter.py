@@ -23,6 +23,7 @@ from graphpass.compat import trees
 from graphpass.encoder.adapters.items import Grid, GridItems
 from graphpass.encoder.adapters.tables import GRID_KEY, GridTables, noted_calls
 from graphpass.encoder.adapters.tower import TowerCopy, eagerly, refuse_changed, unserved_tower
+from graphpass.encoder.attention import kernel_of
 from graphpass.encoder.protocol import (
     EncoderCudaGraphConfig,
     EncoderGraphKey,
@@ -237,13 +238,8 @@ class TowerAdapter(SupportsEncoderCudaGraph):
         self, key: EncoderGraphKey, device: torch.device, dtype: torch.dtype
     ) -> Mapping[str, torch.Tensor]:
         """Black rows, and the padded tables of the example items."""
-        if key.tokens < self._each:
-            raise EncoderConfigError(
-                f"no image of {type(self.tower).__name__} fits a budget",
-                expected=f"at least {self._each} tokens, the rows of one image",
-                found=str(key.tokens),
-                remedy=f"choose budgets in multiples of {self._each}",
-            )
+        what, remedy = "a budget in tokens, of which one image has more,", f"choose multiples of {self._each}"
+        positive(key.tokens, what, at_least=self._each, remedy=remedy, error=EncoderConfigError)
         pixels = torch.zeros(key.patches // self._each, *self.row_shape, device=device, dtype=dtype)
         return {"pixel_values": pixels, **self._tables_on(list(self._example_grids(key)), device, key)}
 
@@ -281,7 +277,9 @@ class TowerAdapter(SupportsEncoderCudaGraph):
 
     def encoder_attention_kernel(self) -> KernelUse:
         """The kernel of the blocks' attention."""
-        return self._own.kernel()
+        if self._has_grids:
+            return kernel_of(self._own.module)
+        return KernelUse("the tower's own", "all items", "images of one size are a batch")
 
     def compile_encoder(self, compiler: str, runtime: Any, **options: Any) -> None:
         """Compile one block for all layers and sizes; of images of one size, one image and any number apart."""

@@ -18,9 +18,8 @@ from graphpass.capture.tape import call_compiled
 from graphpass.compat import dynamo, nnmodules, trees
 from graphpass.context import set_forward_context
 from graphpass.encoder.adapters.tables import OWN_TOWER
-from graphpass.encoder.attention import Pieces, kernel_of, use_packed_attention
+from graphpass.encoder.attention import Pieces, use_packed_attention
 from graphpass.errors import EncoderConfigError
-from graphpass.report import KernelUse
 
 
 def unserved_tower(tower: object, expected: str, found: str) -> EncoderConfigError:
@@ -56,17 +55,13 @@ class TowerCopy(SharesWeights):
         if not (self._state.has_weights() and self._state.has_training_flags()):
             self._copy()
         self._pieces = pieces or {}
-        return self._own(*args, **named)
+        return self.module(*args, **named)
 
     def has_foreign_parts(self) -> bool:
         """Whether blocks have modules from outside torch and transformers, hooks or replaced forwards."""
-        return any(map(_is_foreign, (module for block in _blocks_of(self._tower) for module in block.modules())))
-
-    def kernel(self) -> KernelUse:
-        """The kernel of the attention function."""
-        if not self._is_packed:
-            return KernelUse("the tower's own", "all items", "images of one size are a batch")
-        return kernel_of(self._own)
+        parts = (part for block in _blocks_of(self._tower) for part in block.modules())
+        ours = ("torch.", "transformers.")
+        return any(not type(part).__module__.startswith(ours) or nnmodules.has_hooks(part) for part in parts)
 
     def compile(self, example: Callable[[], object], **options: Any) -> None:
         """Compile one block for all layers and sizes, in one call of ``example``, with these options of the backend.
@@ -86,13 +81,13 @@ class TowerCopy(SharesWeights):
     def _copy(self) -> None:
         tower = self._tower
         shared = [*tower.parameters(), *tower.buffers(), *nnmodules.hooks_of(tower)]  # guard: encoder_shared_hooks
-        self._own = copy.deepcopy(tower, memo={id(value): value for value in shared})
+        self.module = copy.deepcopy(tower, memo={id(value): value for value in shared})
         if self._is_packed:
-            use_packed_attention(self._own)
-        for block in _blocks_of(self._own):
+            use_packed_attention(self.module)
+        for block in _blocks_of(self.module):
             if "forward" not in vars(block):
                 block.forward = partial(self._call, block)
-        for part in self._own.modules():
+        for part in self.module.modules():
             if type(part) in (nn.Conv2d, nn.Conv3d) and "forward" not in vars(part):
                 part.forward = partial(_convolved, part)
         self._state = ModelState.of_object(tower)
@@ -119,11 +114,6 @@ def _blocks_of(tower: nn.Module) -> list[nn.Module]:
     """The repeated parts of a tower: the modules of its lists of modules."""
     lists = [module for module in tower.modules() if isinstance(module, nn.ModuleList)]
     return list({id(block): block for blocks in lists for block in blocks}.values())
-
-
-def _is_foreign(module: nn.Module) -> bool:
-    is_known = type(module).__module__.startswith(("torch.", "transformers."))
-    return not is_known or nnmodules.has_hooks(module)
 
 
 @contextlib.contextmanager

@@ -105,7 +105,7 @@ def test_images_of_another_size(items: dict[str, torch.Tensor]) -> None:
 
 def test_a_budget_below_one_image() -> None:
     key = EncoderGraphKey(16, 16, 1)
-    with pytest.raises(gp.errors.EncoderConfigError, match="at least 18 tokens"):
+    with pytest.raises(gp.errors.EncoderConfigError, match="at least 18; found 16"):
         adapter_for(CLIP.build(CPU)).prepare_encoder_cudagraph_capture_inputs(key, torch.device("cpu"), torch.float32)
 
 
