@@ -205,3 +205,15 @@ class HandCapture:
     def _run_again(body: Callable[[], tuple[torch.Tensor, ...]], outputs: tuple[torch.Tensor, ...]) -> None:
         for kept, made in zip(outputs, body(), strict=True):
             kept.copy_(made)
+
+
+@torch.inference_mode()
+def behind(model: Any, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], device: torch.device) -> float:
+    """How far the eager logit of a chosen token is behind the best, as a part of the largest logit; at worst."""
+    worst = 0.0
+    for prompt, text in zip(prompts, texts, strict=True):
+        ids = torch.tensor([[*prompt, *text]], device=device)
+        logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
+        worst = max(worst, float(((logits.max(1).values - chosen) / logits.abs().max()).max()))
+    return worst

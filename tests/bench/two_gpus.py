@@ -24,9 +24,10 @@ from torch import distributed
 
 import graphpass as gp
 from graphpass.text import CausalLM
-from tests.bench.timing import gpu_or_cpu, parser_of, seconds, write_json
+from tests.bench.timing import behind, gpu_or_cpu, parser_of, seconds, write_json
 
 READY_S, ROUNDS, SETTLED, PIECES = 90, 15, 40, "torch.nn.functional.scaled_dot_product_attention"
+TOLERANCE = 3e-2  #: of logits in bfloat16
 
 
 @contextmanager
@@ -82,6 +83,11 @@ def raw_replay(fast: Any, call: Callable[[], Any]) -> Callable[[], None]:
     return entry.graph.replay
 
 
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest, as a part of the largest entry."""
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
 def mixed(model: Any, fast: Any, steps: int, device: torch.device) -> dict[str, Any]:
     """Steps of random sizes; each thousandth is compared with eager, and its sum with the other ranks'."""
     sizes, worst, unequal = random.Random(0), 0.0, 0
@@ -90,7 +96,7 @@ def mixed(model: Any, fast: Any, steps: int, device: torch.device) -> dict[str, 
         ids = torch.randint(512, (1, size), device=device, generator=torch.Generator(device).manual_seed(step))
         logits = fast(ids, use_cache=False).logits
         if step % max(1, steps // 10) == 0:
-            worst = max(worst, float((logits - model(ids, use_cache=False).logits).abs().max()))
+            worst = max(worst, difference(logits, model(ids, use_cache=False).logits))
             least, most = logits.clone(), logits.clone()
             distributed.all_reduce(least, distributed.ReduceOp.MIN)
             distributed.all_reduce(most, distributed.ReduceOp.MAX)
@@ -148,12 +154,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             except TimeoutError:
                 tell(name, f"not ready within {READY_S} s")
                 continue
-            torch.testing.assert_close(logits, expected, rtol=5e-2, atol=5e-2)
-            ready_s = time.perf_counter() - start_s
+            ready_s, far = time.perf_counter() - start_s, difference(logits, expected)
+            assert far < TOLERANCE, f"{name} differs from eager by {far:.1e}"
             steps = {"step": lambda: called(ids, use_cache=False)}  # noqa: B023
             if name == "FULL":
                 steps["raw replay"] = raw_replay(called, steps["step"])
-            tell(name, {"ready s": ready_s, **steps_ms(steps, device, calls)})
+            tell(name, {"ready s": ready_s, "difference": far, **steps_ms(steps, device, calls)})
         fast = torch.compile(model, backend="cgpass", dynamic=True, options={"ranks": "lockstep", "compiler": compiler})
         tell("mixed", mixed(model, fast, options.steps or (40 if small else 10_000), device))
     prompts, new = [list(range(3, 3 + size)) for size in (5, 9)], 4 if small else 64
@@ -168,6 +174,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tokens = engine.generate(prompts, max_new_tokens=new)
     tell("tokens equal", tokens == own_tokens)
     tell("CausalLM, tokens/s", tokens_a_second(lambda: engine.generate(prompts, max_new_tokens=new), device))
+    engine.close()
+    tell("tokens behind eager's best", behind(model, prompts, tokens, device))
     if distributed.get_rank() == 0:
         write_json(options.json, found)
     distributed.destroy_process_group()  # closes what holds its collectives
