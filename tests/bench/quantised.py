@@ -30,7 +30,8 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "int8_weight_only": ("Int8WeightOnlyConfig", {}),
     "int8_dynamic": ("Int8DynamicActivationInt8WeightConfig", {}),
     "fp8_weight_only": ("Float8WeightOnlyConfig", {}),
-    "fp8_dynamic": ("Float8DynamicActivationFloat8WeightConfig", {}),
+    # A scale of a whole tensor would mix the requests of a batch.
+    "fp8_dynamic": ("Float8DynamicActivationFloat8WeightConfig", {"granularity": "PerRow"}),
     "int4": ("Int4WeightOnlyConfig", {"int4_packing_format": "tile_packed_to_4d"}),
 }
 REPLAYED_AFTER, PROMPT = 4, 16
@@ -165,6 +166,8 @@ def _quantised(model: Any, options: Any) -> Any:
     from torchao import quantization
 
     name, given = FORMS[options.form]
+    if "granularity" in given:
+        given = {**given, "granularity": getattr(quantization, given["granularity"])()}
     settings = {"set_inductor_config": False} if options.plain_settings else {}
     quantization.quantize_(model, getattr(quantization, name)(**given, **settings))
     return model
