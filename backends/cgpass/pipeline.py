@@ -47,6 +47,7 @@ from graphpass.options import Fallbacks, Settings
 from graphpass.padding import AtenGraph, ignores_numbers
 from graphpass.regions.execute import value_of
 from graphpass.regions.floats import FloatInputs, floats_as_tensors
+from graphpass.regions.openmasks import without_open_masks
 from graphpass.regions.split import Partition, partition, uncompiled_copy
 from graphpass.regions.symbols import graph_inputs
 from graphpass.regions.tensorlists import ListInputs, lists_as_entries
@@ -303,6 +304,7 @@ class _Traced:
         wrapped = unwrapped(whole.graph)
         side_effects = sideeffects.side_effects_of_compilation()
         unify_sizes(whole.graph, settings)
+        without_open_masks(whole.graph)
         key, identity = TraceKey.of(whole, settings, ends_early, side_effects), None
         if settings.warm_start is not None:
             identity = GraphIdentity.of(whole, ends_early, side_effects, settings)

@@ -294,9 +294,7 @@ class _Reader:
     def _signed(self, size: sympy.Basic) -> Size:
         """``size`` as it is where the symbols that the guards bound by 1 or more are positive."""
         bounds = ((symbol, self._bounds(symbol)[0]) for symbol in size.free_symbols)
-        positive = {symbol: sympy.Dummy(positive=True, integer=True) for symbol, least in bounds if least and least > 0}
-        known = size.xreplace(positive).replace(_is_sum, _in_steps).replace(_is_quotient, _whole)
-        return as_size(known.xreplace({dummy: symbol for symbol, dummy in positive.items()}))
+        return _where_positive(size, frozenset(symbol for symbol, least in bounds if least and least > 0))
 
     def _shape_of(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -386,6 +384,13 @@ def _memory_order(layout: Mapping[int, tuple[Size, Size]]) -> dict[int, tuple[Si
 
 def _count(sizes: Sequence[Size]) -> Size:
     return product(tuple(sizes))
+
+
+@functools.lru_cache(maxsize=8192)  # the layers of a model have the same sizes
+def _where_positive(size: sympy.Basic, symbols: frozenset[sympy.Symbol]) -> Size:
+    positive = {symbol: sympy.Dummy(positive=True, integer=True) for symbol in symbols}
+    known = size.xreplace(positive).replace(_is_sum, _in_steps).replace(_is_quotient, _whole)
+    return as_size(known.xreplace({dummy: symbol for symbol, dummy in positive.items()}))
 
 
 def _is_quotient(size: Any) -> bool:
