@@ -19,7 +19,7 @@ from graphpass.padding.opcall import MOVES
 from graphpass.padding.pointwise import ZERO_PADDING, cast, entry_by_entry
 from graphpass.padding.program import AtenGraph, references
 from graphpass.padding.proof import InputsOf, decided, findings_of_results
-from graphpass.padding.repairs import REPAIRS
+from graphpass.padding.repairs import repairs_of
 from graphpass.padding.sizes import Sizes
 from graphpass.padding.table import rule_for
 from graphpass.padding.values import ALL_FINITE, TensorShape
@@ -45,10 +45,13 @@ class Asked:
             return False
         return not self._walked(graph, fields)[1]
 
-    def num_proved(self, graph: AtenGraph) -> int:
-        """How many key fields can be padded together in the graph as it is, earlier ones first."""
-        proof = decided(self.fields, lambda candidates: self._walked(graph, candidates.values()))
-        return list(proof.verdicts.values()).count(Verdict.PROVED)
+    def are_proved(self, graph: AtenGraph, count: int) -> bool:
+        """Whether so many key fields can be padded together in the graph as it is, earlier ones first."""
+        accepted, left = list[str](), list(self.fields.values())
+        while left and len(accepted) + len(left) >= count:
+            tried = [*accepted, left.pop(0)]
+            accepted = accepted if self._walked(graph, tried)[1] else tried
+        return len(accepted) >= count
 
     def is_safe(self, graph: AtenGraph, fields: Collection[str]) -> bool:
         """Whether these key fields can be padded in the graph as it is, for any contents of real entries."""
@@ -77,7 +80,7 @@ def made(graph: AtenGraph, asked: Asked, recorded: Mapping[int, fx.Node]) -> Mad
 
     def attempt(candidates: Mapping[sympy.Symbol, str]) -> tuple[Interpretation, tuple[PaddingFinding, ...]]:
         sizes = Sizes(candidates)
-        run = Making(graph, sizes, can_change, REPAIRS)
+        run = Making(graph, sizes, can_change, repairs_of)
         result, findings = asked.answer(run, sizes, graph)
         if not findings:
             accepted[:] = [run]
@@ -86,7 +89,7 @@ def made(graph: AtenGraph, asked: Asked, recorded: Mapping[int, fx.Node]) -> Mad
     proof = decided(asked.fields, attempt)
     fields = [field for field, verdict in proof.verdicts.items() if verdict is Verdict.PROVED]
     is_all = len(fields) == len(asked.fields)
-    helps = is_all or len(fields) > asked.num_proved(graph)  # guard: made_where_it_helps
+    helps = is_all or not asked.are_proved(graph, len(fields))  # guard: made_where_it_helps
     return accepted[0].result(tuple(fields)) if fields and accepted[0].insertions and helps else None
 
 

@@ -9,7 +9,7 @@ taken back. See Note [Padding made].
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -44,10 +44,7 @@ _COMPUTED = words(
 Fill: TypeAlias = float | int | bool | sympy.Basic
 """What padding gets: a number, or the size of the dimension that an index is for."""
 
-Repair: TypeAlias = "Callable[[Operands], None]"
-"""Replaces operands of a node by what its operator takes for nothing in their padding."""
-
-Rewrite: TypeAlias = "Callable[[Operands], Ref]"
+Repair: TypeAlias = "Callable[[Operands], Ref]"
 """Adds the nodes that stand for a node, its result last."""
 
 
@@ -62,14 +59,6 @@ def need(condition: object) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Repairs:
-    """What is tried for a call that its rule does not accept."""
-
-    of_indices: Repair  #: for every operator, beside what its rule asks for
-    rewrites: Mapping[str, Rewrite]  #: by base name
-
-
-@dataclass(frozen=True, slots=True)
 class Made:
     """A graph whose padding is made."""
 
@@ -80,9 +69,15 @@ class Made:
 
 
 class Making(Walk):
-    """A run that adds nodes to the graph."""
+    """A run that adds nodes to the graph: the first that a rule accepts of the ``repairs`` that an operator has."""
 
-    def __init__(self, graph: AtenGraph, sizes: Sizes, can_change: Collection[int], repairs: Repairs) -> None:
+    def __init__(
+        self,
+        graph: AtenGraph,
+        sizes: Sizes,
+        can_change: Collection[int],
+        repairs: Callable[[str], Sequence[Repair]],
+    ) -> None:
         super().__init__(graph, sizes, frozenset())
         self._repairs = repairs
         self.insertions: list[Insertion] = []
@@ -122,11 +117,10 @@ class Making(Walk):
             return self._strict(node, position)
         self._where, self._for = node.where, node.op.replace("::", ".")
         read = self._items.get(len(self._at), frozenset())
-        rewrite = self._repairs.rewrites.get(base_name(node.op))
-        for attempt in (self._with_operands, rewrite) if rewrite is not None else (self._with_operands,):
+        for repair in self._repairs(node.op):
             before = len(self._values), len(self._nodes), len(self.insertions)
             try:
-                ref = attempt(Operands(self, node, read))
+                ref = repair(Operands(self, node, read))
                 if not self._refused(range(before[0], ref.index + 1), read):
                     assert ref.index == len(self._values) - 1, "a repair ends with its result"
                     self._sources[-1] = position
@@ -135,13 +129,6 @@ class Making(Walk):
                 pass
             self._take_back(*before)  # guard: made_refusals_are_taken_back
         return self._strict(node, position)
-
-    def _with_operands(self, operands: Operands) -> Ref:
-        """The node with other operands."""
-        node = operands.node
-        self._repairs.of_indices(operands)
-        operands.fill()
-        return self._strict(operands.node, None, is_repaired=operands.node != node)
 
     def _strict(self, node: AtenNode, source: int | None, *, is_repaired: bool = False) -> Ref:
         """Add a node; what its rule says of padding under assumptions is not relied on, unless it was repaired."""
@@ -157,9 +144,9 @@ class Making(Walk):
         self._sources.append(source)
         return ref
 
-    def added(self, node: AtenNode) -> Ref:
-        """Add a node that a rewrite puts in the place of another."""
-        return self._strict(node, None, is_repaired=True)
+    def added(self, node: AtenNode, *, is_repaired: bool = True) -> Ref:
+        """Add a node that a repair puts in the place of another."""
+        return self._strict(node, None, is_repaired=is_repaired)
 
     def inserted(self, what: str, size: Size, shape: TensorShape) -> None:
         """Record a repair of the operator at hand, for a padded size, which makes a tensor of this shape."""

@@ -11,13 +11,21 @@ import torch
 
 from graphpass.padding import averaging, moving
 from graphpass.padding.indexing import WRITES, index_operands, is_whole, new_places, stays_real
-from graphpass.padding.making import NotMade, Operands, Repairs, Rewrite, base_name, need
+from graphpass.padding.making import NotMade, Operands, Repair, base_name, need
 from graphpass.padding.opcall import words
 from graphpass.padding.program import Ref
 from graphpass.padding.sizes import product
 from graphpass.padding.values import PaddedValue, TensorShape
 
 # --- indices
+
+
+def _with_operands(operands: Operands) -> Ref:
+    """The call with other operands."""
+    node = operands.node
+    _indices(operands)
+    operands.fill()
+    return operands.making.added(operands.node, is_repaired=operands.node != node)
 
 
 def _indices(operands: Operands) -> None:
@@ -144,7 +152,7 @@ _WITH_MASK: Mapping[str, tuple[str, str, bool]] = {
 }
 """Kernel -> (the kernel that takes a mask, the name of the mask, whether it wants it at the size of the scores)."""
 
-_REWRITES: Mapping[str, Rewrite] = {
+_REWRITES: Mapping[str, Repair] = {
     "mean": averaging.mean,
     **dict.fromkeys(words("var var_mean"), averaging.variance),
     **dict.fromkeys(words("avg_pool2d avg_pool3d"), averaging.averaged_windows),
@@ -165,5 +173,8 @@ _REWRITES: Mapping[str, Rewrite] = {
 }
 """Operator -> the nodes in its place."""
 
-REPAIRS = Repairs(_indices, _REWRITES)
-"""The repairs of all operators."""
+
+def repairs_of(op: str) -> list[Repair]:
+    """The repairs of an operator, in the order in which they are tried."""
+    rewrite = _REWRITES.get(base_name(op))
+    return [_with_operands] if rewrite is None else [_with_operands, rewrite]

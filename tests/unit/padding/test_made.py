@@ -187,7 +187,7 @@ def test_a_rewrite_that_its_rule_refuses_leaves_nothing(monkeypatch: pytest.Monk
     traced = trace(lambda x: x.flip(1))
     graph, recorded = AtenGraph.as_decomposed(traced.graph, {})
     sizes = Sizes(traced.symbols)
-    run = making.Making(graph, sizes, recorded, repairs.REPAIRS)
+    run = making.Making(graph, sizes, recorded, repairs.repairs_of)
     run.run(input_values(graph.inputs, sizes, {}))
     assert run.insertions == []
 
