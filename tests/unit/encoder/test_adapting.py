@@ -84,7 +84,10 @@ def test_another_setting_is_refused_and_replaced_weights_are_captured_first() ->
     encoder.tower.eval()
     with torch.no_grad():
         encoder.tower.embed.weight.data = encoder.tower.embed.weight.data * 2
+    assert manager._captured is not None
+    stale = manager._captured.graphs
     assert manager.adapt() == (11,)
+    assert manager._captured.graphs is not stale
     forwards = len(encoder.forwards)
     assert_right(manager, encoder, [22])
     assert len(encoder.forwards) == forwards, "nothing is captured again"
