@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from graphpass import EncoderCudaGraphManager, EncoderOptions
 from graphpass.encoder import PackingCosts
 from graphpass.encoder.protocol import EncoderGraphKey, EncoderOutput
 from tests.unit.encoder import toy
 
 pytestmark = pytest.mark.cuda
 
-BUDGETS = (4, 8, 16, 32)
-MIXED = (4, 8, 2, 40, 64, 70, 2, 0, 12)
 MIB = 1 << 20
-
-
-def made(encoder: toy.ToyEncoder, *, capture: bool = True, **options: Any) -> EncoderCudaGraphManager:
-    encoder.tower.cuda()
-    given = {"token_budgets": BUDGETS, "costs": None, **options}
-    manager = EncoderCudaGraphManager(encoder, options=EncoderOptions(**given), device="cuda", dtype=torch.float32)
-    if capture:
-        manager.capture()
-    return manager
+made = functools.partial(toy.made, device="cuda")
+assert_same = functools.partial(toy.assert_same, tolerance=1e-4)
 
 
 def on_gpu(sizes: Sequence[int], *, seed: int = 1, **lists: Any) -> dict[str, Any]:
@@ -34,27 +25,15 @@ def on_gpu(sizes: Sequence[int], *, seed: int = 1, **lists: Any) -> dict[str, An
     return {**items, "patches": items["patches"].cuda()}
 
 
-def assert_same(found: Sequence[EncoderOutput], expected: Sequence[EncoderOutput]) -> None:
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-
-
-def poison(manager: EncoderCudaGraphManager) -> None:
-    for name, memory in manager.buffers.items():
-        if name != "scale":
-            memory.fill_(torch.nan if memory.is_floating_point() else 1)
-
-
 @pytest.mark.parametrize("levels", [1, 2])
-@pytest.mark.parametrize("costs", [None, PackingCosts(dict.fromkeys(BUDGETS, 1.0), lambda tokens: 3.0 + tokens)])
+@pytest.mark.parametrize("costs", [None, PackingCosts(dict.fromkeys(toy.BUDGETS, 1.0), lambda tokens: 3.0 + tokens)])
 def test_results_are_those_of_each_item_alone(levels: int, costs: PackingCosts | None) -> None:
     encoder = toy.ToyEncoder(toy.ToyTower(levels=levels))
     manager = made(encoder, costs=costs)
-    for seed, sizes in enumerate((MIXED, MIXED[::-1], (2,), (64, 64), (), (0,))):
+    for seed, sizes in enumerate((toy.MIXED, toy.MIXED[::-1], (2,), (64, 64), (), (0,))):
         items = on_gpu(sizes, seed=seed)
         expected = toy.one_by_one(encoder, items)
-        poison(manager)
+        toy.poison(manager)
         forwards = len(encoder.forwards)
         assert_same(manager.execute(items), expected)
         assert len(encoder.forwards) == forwards
@@ -113,6 +92,6 @@ def test_a_pool_is_shared() -> None:
     manager.capture(graph_pool=pool)
     pools = {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()}
     assert tuple(pool) in pools
-    items = on_gpu(MIXED)
+    items = on_gpu(toy.MIXED)
     assert_same(manager.execute(items), toy.one_by_one(encoder, items))
     manager.clear()

@@ -24,15 +24,8 @@ from graphpass.encoder.protocol import EncoderItems, EncoderOutput
 from graphpass.errors import CaptureError
 from tests.threads import in_threads
 from tests.unit.encoder import toy
-from tests.unit.encoder.toy import BUDGETS, MIXED, assert_right, assert_same, made
+from tests.unit.encoder.toy import BUDGETS, MIXED, assert_right, assert_same, made, poison
 from tests.unit.serving.managed import GrowingRuntime
-
-
-def poison(manager: EncoderCudaGraphManager) -> None:
-    """What no batch writes is NaN, or an integer that is valid and wrong."""
-    for name, memory in manager.buffers.items():
-        if name != "scale":  # kept on purpose
-            memory.fill_(torch.nan if memory.is_floating_point() else 1)
 
 
 def test_the_protocols_are_seen() -> None:

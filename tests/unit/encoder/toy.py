@@ -229,18 +229,26 @@ def changed(encoder: Encoder, method: str, change: Callable[..., Any]) -> Encode
     return encoder
 
 
-def made(encoder: ToyEncoder, *, capture: bool = True, **options: Any) -> EncoderCudaGraphManager:
+def made(encoder: ToyEncoder, *, capture: bool = True, device: str = "cpu", **options: Any) -> EncoderCudaGraphManager:
+    encoder.tower.to(device)
     given = {"token_budgets": BUDGETS, "costs": None, **options}
-    manager = EncoderCudaGraphManager(encoder, options=EncoderOptions(**given), device="cpu", dtype=torch.float32)
+    manager = EncoderCudaGraphManager(encoder, options=EncoderOptions(**given), device=device, dtype=torch.float32)
     if capture:
         manager.capture()
     return manager
 
 
-def assert_same(found: Sequence[EncoderOutput], expected: Sequence[EncoderOutput]) -> None:
+def poison(manager: EncoderCudaGraphManager) -> None:
+    """What no batch writes is NaN, or an integer that is valid and wrong."""
+    for name, memory in manager.buffers.items():
+        if name != "scale":  # kept on purpose
+            memory.fill_(torch.nan if memory.is_floating_point() else 1)
+
+
+def assert_same(found: Sequence[EncoderOutput], expected: Sequence[EncoderOutput], tolerance: float = 1e-5) -> None:
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
 def assert_right(
