@@ -95,11 +95,6 @@ def test_with_costs_that_ascend_no_other_size_helps(counts: dict[int, int], max_
 @pytest.mark.parametrize(
     ("histogram", "max_graphs", "sizes"),
     [
-        ({7: 3}, 16, (7,)),
-        ({1: 10, 2: 9, 4: 8, 100: 1}, 2, (4, 100)),
-        ({1: 10, 100: 1}, 1, (100,)),
-        ({1: 1, 2: 1, 3: 1}, 9, (1, 2, 3)),
-        ({1: 2, 2: 2, 4: 1}, 2, (2, 4)),
         ({1: 1, 2: 1, 3: 1}, 2, (1, 3)),  # (2, 3) costs the same
         ({5: 1, 64: 0}, 4, (5, 64)),  # covered, though it never came
         ({5: 0, 6: 1, 64: 1}, 4, (6, 64)),
