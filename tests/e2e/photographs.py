@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import importlib
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests.e2e.towers import QWEN2_5_VL, QWEN3_VL, SIGLIP, Tower
 
@@ -47,20 +45,3 @@ def processor_of(stock: Tower, tower: Any, *, max_pixels: int) -> Any:
         )
     side = {"height": tower.config.image_size, "width": tower.config.image_size}
     return kind(size=side, do_center_crop=False) if stock.family == "clip" else kind(size=side)
-
-
-def clip_of(frames: Sequence[Any], processor: Any, tower: Any) -> dict[str, torch.Tensor]:
-    """A clip: each two frames of one size become one temporal slice, as the models' video processors stack them.
-
-    The image processor repeats an image for all frames of a slice; here the second frame is another one.
-    """
-    each = [processor(images=[frame], return_tensors="pt") for frame in frames]
-    patch = (3, tower.config.temporal_patch_size, tower.config.patch_size, tower.config.patch_size)
-    slices = []
-    for first, second in zip(each[::2], each[1::2], strict=True):
-        both = first["pixel_values"].view(-1, *patch).clone()
-        both[:, :, 1] = second["pixel_values"].view(-1, *patch)[:, :, 1]
-        slices.append(both.flatten(1))
-    _, height, width = each[0]["image_grid_thw"][0].tolist()
-    grid = torch.tensor([[len(slices), height, width]])
-    return {"pixel_values_videos": torch.cat(slices), "video_grid_thw": grid}

@@ -13,9 +13,9 @@ from graphpass.encoder.adapters import adapter_for
 from graphpass.encoder.manager import EncoderCudaGraphManager
 from graphpass.encoder.options import EncoderOptions
 from tests.e2e.hugging_face import CPU
-from tests.e2e.photographs import clip_of, cut_photographs, processor_of
+from tests.e2e.photographs import cut_photographs, processor_of
 from tests.e2e.test_encoder_adapters import assert_same
-from tests.e2e.towers import EACH_TOWER, QWEN2_5_VL, QWEN3_VL, Tower
+from tests.e2e.towers import EACH_TOWER, Tower
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"patch_size": 14, "window_size": 112},
@@ -64,24 +64,3 @@ def test_the_output_of_the_processor_is_accepted_unchanged(stock: Tower) -> None
     assert not isinstance(items, dict)
     assert_same(manager.execute(items), stock.stock(tower, items))
     assert manager.get_cumulative_stats().hits == 3
-
-
-@pytest.mark.parametrize("stock", [QWEN2_5_VL, QWEN3_VL], ids=str)
-def test_clips_of_photographs(stock: Tower) -> None:
-    """Short clips: parts of one photograph, each a little further."""
-    photographs = pytest.importorskip("skimage.data")
-    from PIL import Image
-
-    tower = stock.build(CPU, **CONFIGS[stock.family])
-    manager = captured(stock, tower)
-    processor = processor_of(stock, tower, max_pixels=64 * 64)
-    whole = photographs.astronaut()
-    for num_frames, height, width in ((2, 300, 200), (6, 120, 380)):
-        frames = [
-            Image.fromarray(whole[8 * n : 8 * n + height, 5 * n : 5 * n + width].copy()) for n in range(num_frames)
-        ]
-        clip = clip_of(frames, processor, tower)
-        named = {"pixel_values": clip["pixel_values_videos"], "image_grid_thw": clip["video_grid_thw"]}
-        assert clip["video_grid_thw"][0, 0] == num_frames // 2
-        assert_same(manager.execute(clip), stock.stock(tower, named))
-    assert manager.get_cumulative_stats().misses == 0

@@ -225,14 +225,3 @@ def test_a_parameter_that_dies_meanwhile_takes_its_graph_along(rig: Any) -> None
         assert rig.counts(wrapper).static_sets == 1
         assert rig.runtime.lease.generation > generation, "plans may hold what was dropped"
         assert torch.equal(rig.call(wrapper, X, second), X * 3)
-
-
-def test_no_generation_comes_twice(rig: Any) -> None:
-    wrapper, seen = rig.wrap(lambda x: x + 1), [rig.runtime.lease.generation]
-    for _ in range(2):
-        with rig.runtime.throwaway():
-            rig.call(wrapper, X)
-            seen.append(rig.runtime.lease.generation)
-    rig.runtime.close()
-    seen.append(rig.runtime.lease.generation)
-    assert len(set(seen)) == len(seen)

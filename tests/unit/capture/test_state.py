@@ -175,13 +175,6 @@ def test_a_baked_value_is_refused_when_it_changes(rig: Any, captured: Any, other
     assert torch.equal(rig.call(wrapper, X, captured), X + 1)
 
 
-def test_a_baked_keyword_is_refused_by_name(rig: Any) -> None:
-    wrapper = rig.captured(rig.wrap(lambda x, *, scale: x * scale), X, scale=3)
-    assert torch.equal(rig.call(wrapper, X, scale=3), X * 3)
-    with pytest.raises(CaptureError, match="argument scale of region is baked"):
-        rig.call(wrapper, X, scale=4)
-
-
 # -- grad and inference mode -------------------------------------------------------------------------------------------
 
 MODES = {"inference_mode": torch.inference_mode, "no_grad": torch.no_grad, "grad": torch.enable_grad}

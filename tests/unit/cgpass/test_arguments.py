@@ -54,10 +54,6 @@ def draws(x: torch.Tensor, generator: torch.Generator | None = None) -> torch.Te
     return y + torch.rand(y.shape, generator=generator)
 
 
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 @COMPILERS
 def test_the_default_generator_across_two_sizes(keyed: Make, compiler: str) -> None:
     def model(x: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import cgpass
 import graphpass as gp
 from graphpass import BatchDescriptor, CUDAGraphMode, GraphpassError
 from graphpass.errors import CaptureError, OptionError, PartitionError, ShapeError
-from tests.unit.cgpass.attended import ATTEND, FULL, MODES, Make, attended
+from tests.unit.cgpass.attended import ATTEND, Make, attended
 from tests.unit.compiled import agrees
 from tests.unit.models import module
 
@@ -82,29 +82,6 @@ def test_presets_of_inductor_are_refused_by_name(preset: str) -> None:
     assert "options" in inner.expected
 
 
-@MODES
-def test_a_key_that_was_not_captured_is_refused(keyed: Make, mode: str) -> None:
-    fast = keyed(attended, dynamic=True)
-    fast.capture(mode)
-    with pytest.raises(CaptureError, match="has no graph") as raised:
-        fast.check(mode, sizes=[8])
-    assert "8 tokens" in raised.value.problem
-    assert "4 tokens" in raised.value.found
-    assert "capturing()" in raised.value.remedy
-    assert fast.captured == (1 if mode == "FULL" else 2)
-
-
-@MODES
-def test_an_input_of_another_size_than_its_key_is_refused(keyed: Make, mode: str) -> None:
-    fast = keyed(attended, dynamic=True, capture_sizes=[4, 8], dynamic_dims={"x": 0})
-    for captured in (False, True):
-        with pytest.raises(ShapeError, match="'x'") as raised:
-            fast.at(mode, 8, torch.randn(5, 6), capture=not captured)
-        assert "num_tokens=8 in dimension 0" in raised.value.expected
-        assert raised.value.found == "5"
-        fast.capture(mode, sizes=[8])
-
-
 def test_two_key_fields_are_each_checked(keyed: Make) -> None:
     fast = keyed(
         lambda x: x.softmax(1) * 2,
@@ -122,15 +99,6 @@ def test_two_key_fields_are_each_checked(keyed: Make) -> None:
         with pytest.raises(ShapeError) as raised:
             fast.at("FULL", (2, 5), torch.randn(*shape))
         assert expected in raised.value.expected
-
-
-def test_grad_mode_in_a_graph_context_is_refused(keyed: Make) -> None:
-    fast, x = keyed(nn.Linear(6, 6)), torch.randn(4, 6)
-    fast(x)
-    with fast.rt.capturing(), gp.set_forward_context(runtime_mode=FULL, batch_descriptor=BatchDescriptor(4)):
-        got = fast.fast(x)
-    assert got.requires_grad, "compiled anew for autograd"
-    assert fast.rt.counts() == {}
 
 
 # An op of a compiled region that fails while it is captured: the error names it, with the user's line.

@@ -19,7 +19,7 @@ from graphpass.dispatch.owngraphs import (
     Times,
     bytes_allowed,
 )
-from tests.bench.traffic import CALLS, MIB, MODELS, TRAFFIC, Model, Simulation, simulated
+from tests.bench.traffic import CALLS, MIB, MODELS, TRAFFIC, Model, simulated
 
 TIMES = {1: 1.0, 2: 2.0, 4: 4.0, 8: 8.0}
 
@@ -203,14 +203,6 @@ def test_waste_and_captures_are_near_the_best_in_hindsight(model: Model, traffic
     assert outcome.is_good, f"{outcome.cost_s:.2f} s, best {outcome.best_s:.2f} s, whole {outcome.whole_s:.2f} s"
 
 
-def test_a_small_bound_keeps_what_saves_most() -> None:
-    simulation = Simulation(MODELS[1], limit=4 * MIB)  # two graphs
-    for number in range(4000):
-        simulation.call(17 if number % 2 else (25, 9, 21)[number // 2 % 3])
-    assert len(simulation.exact) == 2
-    assert 17 in simulation.exact
-
-
 def in_lockstep(most: int = 0, limit: int = 64 * MIB) -> tuple[Traffic, RecurringSize]:
     """A callable whose ranks need ``most`` bytes more than this one."""
     traffic = Traffic(limit=limit)
@@ -268,12 +260,6 @@ class Made(Traffic):
         self.times_of(())[0].add(size.rows, lambda: seconds)
         size.replays += 1
         return self.serve(size)
-
-
-def test_a_compilation_without_insertions_takes_a_small_share_of_the_time_in_own_graphs() -> None:
-    # 410 s to compile and capture are 5 % of 8,200 s, which are 2,050 replays of 4 s
-    traffic = Made()
-    assert traffic.plain_after(traffic.owned(6, 8, 4.0)) == pytest.approx(2050, abs=2)
 
 
 def test_sizes_pay_for_the_compilation_together_and_for_captures_alone() -> None:

@@ -138,24 +138,6 @@ def test_too_little_memory_says_nothing_of_the_kernel(monkeypatch: pytest.Monkey
         att._fault_of_kernel.__wrapped__(torch.device("cpu"), torch.bfloat16, 20)
 
 
-@given(lengths=st.lists(st.integers(0, 700), min_size=1, max_size=8))
-def test_pieces(lengths: list[int]) -> None:
-    """Together they are every row once; each knows its sequence; none is longer than the kernel is told."""
-    found = [part.tolist() for part in pieces_of(np.array(lengths))]
-    begins = list(itertools.accumulate([0, *lengths]))
-    assert (found[0][0], found[0][-1]) == (0, sum(lengths))
-    assert len(found[0]) == len(found[1]) == len(found[2]) + 1 > 1
-    assert [b - a for a, b in itertools.pairwise(found[1]) if b > a] == [length for length in lengths if length]
-    *pieces, unused = zip(found[0], found[0][1:], found[1], found[2], strict=False)
-    assert unused[0] == unused[1] == sum(lengths)
-    for begin, end, start, length in pieces:
-        assert 0 < end - begin <= PIECE_LENGTH
-        assert (start, length) in zip(begins, lengths, strict=False)
-        assert start <= begin < end <= start + length
-    for longest in (max(lengths), 1000):
-        assert len(found[2]) <= most_pieces(len(lengths), sum(lengths), longest)
-
-
 @pytest.mark.parametrize(
     ("lengths", "longest"), [([129, 1, 1], 131), ([128], 128), ([1, 1], 2), ([257, 255], 512), ([128, 128], 128)]
 )

@@ -113,18 +113,6 @@ def test_other_values_on_a_rounding_axis_are_refused() -> None:
         manager.execute(toy.images([4], axes=[(("longest", "long"),)]))
 
 
-@pytest.mark.parametrize(
-    ("rule", "behind"), [(None, [7.0, 7.0]), (0, [0.0, 0.0]), (-1.5, [-1.5, -1.5]), ("repeat", [3.0, 3.0])]
-)
-def test_padding_is_what_was_declared(rule: Any, behind: list[float]) -> None:
-    encoder = spoilt("replay", with_("patches", lambda _: torch.full((6, toy.PATCH), 3.0)), padding={"patches": rule})
-    encoder.config.padding["lengths"] = "repeat"  # type: ignore[index]
-    manager = made(encoder, [4])
-    manager.buffers["patches"].fill_(7)
-    manager.execute(toy.images([6]))
-    assert manager.buffers["patches"].view(-1, toy.PATCH)[5:, 0].tolist() == [3.0, *behind]
-
-
 def test_the_last_of_no_rows_is_zero() -> None:
     no_rows = with_("patches", lambda patches: patches[:0])
     manager = made(spoilt("replay", no_rows, padding={"patches": "repeat", "lengths": "repeat"}), [4])

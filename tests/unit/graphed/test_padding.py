@@ -150,9 +150,6 @@ def mean_pooling(self: Any, ids: torch.Tensor, mask: torch.Tensor | None = None)
 TOKENS = ({"num_reqs": [2, 4], "seq_len": [8, 512]}, {"ids": {0: "num_reqs", 1: "seq_len"}})
 
 
-SHORT = ({"num_reqs": [2, 4], "seq_len": [8]}, TOKENS[1])
-
-
 def tokens(*shapes: tuple[int, int], masked: bool) -> Any:
     def made(shape: tuple[int, int]) -> Any:
         ids = torch.randint(30, shape)
@@ -180,13 +177,6 @@ def test_mean_pooling(masked: bool, padding: dict[str, int]) -> None:
         assert token_counts(fast) <= {2 * 8, 4 * 8, 2 * 512, 4 * 512}
 
 
-def causal(self: Any, ids: torch.Tensor) -> torch.Tensor:
-    """A decoder that returns the next token of each sequence."""
-    q, k, v = self.qkv(self.embedding(ids)).chunk(3, -1)
-    x = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return self.head(x)[:, -1].argmax(-1)
-
-
 def attends(self: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
     """Attention over a padded sequence."""
     q, k, v = self.qkv(self.embedding(ids)).chunk(3, -1)
@@ -197,15 +187,6 @@ def attends(self: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> t
 
 def decoder(forward: Callable[..., Any]) -> nn.Module:
     return module(forward, embedding=nn.Embedding(30, 8), qkv=nn.Linear(8, 24), head=nn.Linear(8, 30))
-
-
-@pytest.mark.parametrize("masked", [False, True], ids=["without a mask", "with a mask"])
-def test_attention_over_a_padded_sequence(masked: bool) -> None:
-    calls = tokens((3, 5), (3, 5), (2, 7), (4, 6), (2, 5), (3, 5), masked=masked)
-    padding = {"ids": 0, "mask": 0} if masked else {"ids": 0}
-    fast = agree(lambda: decoder(attends), calls * 2, *SHORT, padding=padding)
-    if masked:
-        assert token_counts(fast) <= {2 * 8, 4 * 8}
 
 
 @pytest.mark.parametrize("width", [4, 8, 3], ids=["a capture size", "another capture size", "the real size"])
@@ -221,18 +202,6 @@ def test_a_width_that_equals_a_size_is_not_cut(width: int) -> None:
 def test_a_table_of_the_batchs_size_by_chance_is_not_padded() -> None:
     calls = each(lambda n: call(torch.randn(n, 3), torch.randn(3, 3)), (3, 2, 3, 4, 3, 2, 4))
     agree_with(lambda x, table: x @ table + table.sum(), calls, *LADDER)
-
-
-def gathered(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The mask is read by index, as Hugging Face models do: no guard ties its sizes to those of ``ids``."""
-    rows, cols = torch.arange(ids.shape[0])[:, None], torch.arange(ids.shape[1])
-    return torch.where(mask[rows, cols] > 0, ids, -1)
-
-
-@pytest.mark.parametrize("first", [(3, 5), (1, 1), (2, 8), (1, 5), (5, 5), (8, 1)])
-def test_a_mask_that_is_gathered_from(first: tuple[int, int]) -> None:
-    shapes = (first, (3, 5), (1, 1), (4, 7), (2, 2), (8, 8), (3, 5), (4, 7), first)
-    agree_with(gathered, tokens(*shapes, masked=True), {"num_reqs": [2, 4, 8], "seq_len": [4, 8]}, TOKENS[1])
 
 
 def counted(self: Any, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:

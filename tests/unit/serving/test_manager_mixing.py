@@ -103,11 +103,6 @@ def test_what_keeps_tokens_apart_is_captured(name: str) -> None:
         torch.testing.assert_close(run(manager, rows(num_tokens)), model(rows(num_tokens)))
 
 
-class Pools(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x - x.mean(0)
-
-
 class Layer(nn.Module):
     def __init__(self, mixer: nn.Module) -> None:
         super().__init__()

@@ -128,21 +128,6 @@ def test_python_around_a_graph_runs_in_each_step_and_leaves_nothing_of_a_capture
     manager.close()
 
 
-def test_a_graph_after_python_at_some_sizes_alone() -> None:
-    class Breaks(Counts):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if x.shape[0] <= 4:
-                self.count()
-            return self.layer(x)
-
-    model = Breaks()
-    manager = captured(model)
-    for num_tokens in (8, 4, 2, 8):
-        run(manager, rows(num_tokens))
-    assert model.steps == 2
-    manager.close()
-
-
 def test_a_refused_first_run_leaves_no_state() -> None:
     class Nothing(Counts):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
