@@ -27,6 +27,7 @@ from graphpass.regions.split import Partition
 _NOTHING_TO_PAD = PaddingProof({}, (), (), (), needs_real_contents=False)
 _NOT_ASKED = Reason("", is_expected=True)
 _EXACT = "no padding suits this operation: keep the sizes few, or leave the operation out of the compiled model"
+_WITH_ATEN = "leave out compiler='eager', which makes no padding neutral; else "
 #: Kind of product, as torch has settings of precision for -> pattern of its operators.
 _PRODUCTS = {"conv": "conv", "rnn": "rnn|lstm|gru", "matmul": r"(mm|mv|matmul|dot|linear)(\.|$)"}
 
@@ -186,7 +187,7 @@ def _obstacles(
     for size in sizes.sizes:
         if not size.is_of_calls:
             continue
-        unproved = _unproved(size, parts, proof)
+        unproved = _unproved(size, parts, proof, settings)
         if not settings.pads:
             yield size, _NOT_ASKED
         elif never is not None:
@@ -198,26 +199,30 @@ def _obstacles(
             yield size, None if proof.verdicts[size.name] is Verdict.PROVED else unproved
 
 
-def _unproved(size: Size, parts: Partition, proof: PaddingProof) -> Reason:
+def _unproved(size: Size, parts: Partition, proof: PaddingProof, settings: Settings) -> Reason:
     """Why no proof covers a size, and the remedy."""
     findings = [finding for finding in proof.findings if finding.field == size.name]
     findings.sort(key=lambda finding: bool(finding.remedy))  # what no remedy helps comes first
-    if not findings:
-        return Reason("no proof covers it", _EXACT)
-    remedy = findings[0].remedy or _EXACT
-    return Reason(str(findings[0]), remedy.replace(DECLARE_MASK, _under_mask(size, parts)))
+    remedy = _in_names_of_inputs((findings[0].remedy if findings else "") or _EXACT, size, parts)
+    if settings.compiler == "eager":  # guard: remedy_for_the_eager_compiler
+        remedy = _WITH_ATEN + remedy
+    return Reason(str(findings[0]) if findings else "no proof covers it", remedy)
 
 
-def _under_mask(size: Size, parts: Partition) -> str:
-    """:data:`DECLARE_MASK` with the mask that the graph has of a size."""
-    masks = [
-        given.shown
-        for given in parts.inputs
-        if "mask" in given.shown
-        and isinstance(given.value, torch.Tensor)
-        and size.symbol in map(symbolic.expression_of, given.value.shape)
-    ]
-    return f"under {masks[0]}, declared with padding={{{masks[0]!r}: 0}}" if masks else DECLARE_MASK
+def _in_names_of_inputs(remedy: str, size: Size, parts: Partition) -> str:
+    """A remedy with the names of the inputs that have a size, in place of ``mask`` and ``ids``."""
+    tensors = [given for given in parts.inputs if isinstance(given.value, torch.Tensor) and not given.is_static]
+    having = [given for given in tensors if size.symbol in map(symbolic.expression_of, given.value.shape)]
+    for given in having:
+        is_bool, is_float = given.value.dtype == torch.bool, given.value.is_floating_point()
+        if is_bool or "mask" in given.shown:  # guard: remedy_names_the_mask
+            hiding = "False} (True where that hides)" if is_bool else "0}" + " (-inf where it is added)" * is_float
+            remedy = remedy.replace(
+                DECLARE_MASK, f"under {given.shown}, declared with padding={{{given.shown!r}: {hiding}"
+            )
+        elif given.value.dim() > 1 and not is_float:
+            remedy = remedy.replace("'ids'", repr(given.shown))
+    return remedy
 
 
 def _refuse_unpadded(name: str, obstacles: Iterable[tuple[Size, Reason | None]]) -> None:

@@ -33,7 +33,10 @@ BUSY = Reason(
 )
 PLAIN = "compiled once more, without what makes padding neutral, for graphs of sizes that recur"
 NOT_PLAIN = "graphs of sizes that recur contain what makes padding neutral: it cannot be compiled without"
-NOT_PADDED = "correct the rule (register_padding_rule) or promise (rows_apart) that is wrong, or set padding='never'"
+NOT_PADDED = (
+    "correct the rule (register_padding_rule) or promise (rows_apart) that is wrong; a model with neither shows a fault"
+    " of graphpass, which padding='never' avoids: report it"
+)
 _AFTER_FAILURE = "run it at that size with mode='NONE': if it fails there, too, the model causes it, else the capture"
 
 

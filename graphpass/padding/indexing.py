@@ -149,8 +149,10 @@ def embedding_bag(call: OpCall) -> Returned:
     rows = call.fresh(call.shapes[0]).factors[0]
     if isinstance(offsets, PaddedValue):
         call.unpadded(offsets, [0], "ends bags by", ROW_FOR_EACH_BAG)  # guard: proof_padded_offsets
-        if call.argument("include_last_offset") and call.places(ids):
-            raise call.refuse_place(ids, call.places(ids)[0], "ends bags inside", ROW_FOR_EACH_BAG)
+        if call.places(ids) and (
+            call.argument("include_last_offset") or not call.sizes.is_prefix(ids.factors[0])  # guard: proof_bags_inside
+        ):
+            raise call.refuse_place(ids, call.places(ids)[-1], "ends bags inside", ROW_FOR_EACH_BAG)
     else:
         rows = ids.factors[0]
     if isinstance(weights, PaddedValue):

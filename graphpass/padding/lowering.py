@@ -14,7 +14,7 @@ from torch import fx
 
 from graphpass.compat import operators, symbolic
 from graphpass.padding.combining import greatest, lowest
-from graphpass.padding.indexing import WRITES
+from graphpass.padding.indexing import BAGS, WRITES
 from graphpass.padding.making import Made, base_name
 from graphpass.padding.neutral import INDEX, NEUTRAL, REAL_INDEX, REAL_ORDER, REAL_SIZE
 from graphpass.padding.program import GETITEM, RESULTS, AtenGraph, AtenNode, Ref, references
@@ -194,9 +194,13 @@ class _Writer:
         changed = {name: one for name, one in node.arguments if not self._is_same(one, old.get(name))}
         if not changed or not isinstance(own.target, operators.OpOverload):
             return
+        is_of_rows = base_name(node.op) in BAGS and old["offsets"] is None
         for position, argument in enumerate(operators.schema_of(own.target).arguments):
             if argument.name in changed:
                 value = self._value(changed[argument.name])
+                if is_of_rows and argument.name != "weight":  # guard: made_bags_of_rows
+                    self._before = own
+                    value = self.call(aten.view.default, value, [-1])
                 if position < len(own.args) and not argument.kwarg_only:
                     own.update_arg(position, value)
                 else:

@@ -128,9 +128,11 @@ class _Reader:
         self._nodes: list[AtenNode] = []
         self._inputs: tuple[Any, ...] = ()
         # Sizes of the padded run satisfy the guards, too. Two symbols stay two: calls where they differ are possible.
-        env = symbolic.shape_env_of(node.meta["val"] for node in graph_module.graph.nodes if "val" in node.meta)
+        env: Any = symbolic.shape_env_of(node.meta["val"] for node in graph_module.graph.nodes if "val" in node.meta)
         self._bounds = functools.cache(functools.partial(symbolic.bounds_of, env))
-        facts = map(_by_length, symbolic.facts_of(env))
+        # A guard may name a symbol that a later one replaced, of which no input and no key field knows.
+        # A fact may name a symbol that another has replaced since, which no size of the graph has.
+        facts = [_by_length(env.replace(fact)) for fact in symbolic.facts_of(env)]  # guard: proof_symbols_of_facts
         self._equal = {large: small for large, small in facts if isinstance(large, sympy.Expr) and large.args}
         self._taped: dict[int, Any] = {}  # id of a fake tensor -> its Ref
         self._tapes = list[symbolic.DecompositionTape]()  # keeps them alive
@@ -503,12 +505,14 @@ def _bags_of_rows(node: AtenNode, earlier: _Reader) -> tuple[AtenNode, ...]:
         return ()
     arguments = dict(node.arguments)
     counted = earlier.arguments_of(arguments["offsets"], "aten::arange.start_step")
+    counted = counted or earlier.arguments_of(arguments["offsets"], "prims::iota")
     flat = [arguments[name] for name in ("indices", "per_sample_weights")]
     rows = [earlier.arguments_of(value, "aten::view").get("self") for value in flat if value is not None]
     shapes = [earlier.shape_at(value) for value in rows]
     if not counted or arguments["include_last_offset"] or None in shapes or counted["start"] != 0:
         return ()
-    step, end = earlier.number(counted["step"]), earlier.number(counted["end"])
+    step = earlier.number(counted["step"])
+    end = product((earlier.number(counted["length"]), step)) if "length" in counted else earlier.number(counted["end"])
     if any(len(s.sizes) != 2 or s.sizes[1] != step or product(s.sizes) != end for s in shapes if s is not None):
         return ()
     given = dict(zip(("indices", "per_sample_weights"), rows, strict=False))

@@ -59,3 +59,17 @@ def test_a_size_that_one_of_two_lengths_does_not_admit_is_no_key(compiled: Make)
     fast.serve([marked(4, length) for length in (8, 4, 12)], passes=2)
     assert len(fast.rt.callables()) == 1
     assert {dict(key.extra)["mask[1]"] for _, _, key in fast.rt.counts()} == {8, 16}
+
+
+def test_a_length_that_only_its_successor_was_compared_with(compiled: Make) -> None:
+    """The guard ``s1 + 1 == s2 + 1`` makes one symbol of two, and still names the one that went."""
+
+    def with_virtual_token(x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scores, bias = (torch.nn.functional.pad(each, (1, 0)) for each in (x, bias))
+        weights = (scores + bias).softmax(1)
+        return weights, weights.sum(1)
+
+    fast = compiled(with_virtual_token, compiler="aot_eager")
+    calls = [marked(4, length) for length in (5, 7, 6, 9, 13, 11)]
+    assert fast.serve(calls, passes=2) == len(calls)
+    assert verdicts(fast, "x[1]") == ["made"]

@@ -43,6 +43,16 @@ PADDED: dict[str, tuple[Callable[..., Any], Callable[..., tuple[torch.Tensor, ..
         lambda n: (torch.randint(1, 50, (n, 2 * n)),),
         {"padding": {"ids": 0}},
     ),
+    "bags in a graph of Inductor": (
+        lambda ids: F.embedding_bag(ids, TABLE, padding_idx=0),
+        lambda n: (torch.randint(1, 50, (n, 2 * n)),),
+        {"padding": {"ids": 0}, "compiler": "inductor"},
+    ),
+    "bags beside padding that is made": (
+        lambda ids: (F.embedding_bag(ids, TABLE, padding_idx=0), ids.float().softmax(1)),
+        lambda n: (torch.randint(1, 50, (n, 2 * n)),),
+        {"padding": {"ids": 0}, "compiler": "aot_eager"},
+    ),
     "a whole in memory order": (in_memory_order, lambda n: (torch.randn(n, 6, 4),), {}),
     "a product in another dtype": (
         lambda x, w: out_dtype(torch.ops.aten.mm.default, torch.int32, x + 1, w).relu() * 2,

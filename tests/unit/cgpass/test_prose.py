@@ -27,7 +27,32 @@ def test_images_are_told_of_masks_in_few_words(compiled: Make) -> None:
     fast.serve([(torch.randn(2, 3, n, n + 1),) for n in (8, 9, 10)])
     remedies = {problem.remedy for problem in fast.problems if "is not padded" in problem.what}
     assert remedies
-    assert max(len(remedy.split()) for remedy in remedies) <= 25
+    assert max(len(remedy.partition("; else ")[2].split()) for remedy in remedies) <= 25
+
+
+def test_the_eager_compiler_is_left_out_before_anything_else(compiled: Make) -> None:
+    centred, calls = lambda x: x - x.mean(0), [(torch.randn(n, 6),) for n in (5, 6, 7)]
+    fast = compiled(centred, dynamic=True)
+    fast.serve(calls)
+    assert fast.problem("is not padded").remedy.startswith("leave out compiler='eager', which makes no padding")
+    fast = compiled(centred, dynamic=True, compiler="aot_eager")
+    assert fast.serve(calls, passes=2) == 3
+    assert fast.problems == ()
+
+
+def attended(scores: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    return scores.masked_fill(~real[:, None], -torch.inf).softmax(-1)
+
+
+def test_a_boolean_argument_is_named_as_the_mask_that_it_may_be(compiled: Make) -> None:
+    calls = [(torch.randn(2, n, n + 1), torch.arange(n + 1) < torch.tensor([[n], [2]])) for n in (5, 6, 7)]
+    fast = compiled(attended, dynamic=True)
+    fast.serve(calls)
+    (problem,) = [found for found in fast.problems if "scores[2] is not padded" in found.what]
+    assert "under real, declared with padding={'real': False} (True where that hides)" in problem.remedy
+    fast = compiled(attended, dynamic=True, padding={"real": False})
+    assert fast.serve(calls, passes=2) == 3
+    assert fast.padded_sizes["scores[2]"]
 
 
 def test_a_span_of_a_mode_names_its_first_operators(compiled: Make) -> None:

@@ -117,6 +117,11 @@ ROWS = [
         "s-",
         lambda row, table: F.embedding_bag(row, table, torch.tensor([0, 2]), mode="sum", include_last_offset=True),
     ),
+    P(
+        "bags of flattened rows",
+        "b+ s-",
+        lambda ids0, table: F.embedding_bag(ids0.flatten(), table, torch.tensor([0, 7]), mode="sum", padding_idx=0),
+    ),
     P("a layer of an LSTM", "b+ s+", lambda f: lstm(f)[0]),
     P("a layer of an LSTM, backwards", "b+ s-", lambda f: lstm(f, reverse=True)[0]),
     P("the last state of an LSTM", "b+ s-", lambda f: lstm(f)[1]),
