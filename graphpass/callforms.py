@@ -125,7 +125,6 @@ class CallForms:
     def _positional_first(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """The same call with as many arguments as possible passed by position."""
         positional, others = list(args), dict(kwargs)
         for name in self._names[len(args) :]:
             if name not in others:

@@ -171,7 +171,6 @@ class _GraphedFunction(GraphedModel):
 
 
 def _graphed(model: Callable[..., Any], options: Mapping[str, Any]) -> GraphedModel:
-    """Create a graphed model; ``options`` are the backend's options."""
     if isinstance(model, GraphedModel):
         model = model._graphed.model
     if not callable(model):
@@ -203,7 +202,6 @@ def _graphed(model: Callable[..., Any], options: Mapping[str, Any]) -> GraphedMo
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Validate the options now instead of at the first call."""
     if dynamo.registered_backend(_BACKEND) is None:
         raise OptionError(
             f"torch.compile knows no backend {_BACKEND!r}",
@@ -297,7 +295,6 @@ def _reached(runtime: GraphRuntime, compiled: Callable[..., Any], args: Any, kwa
 
 
 def _distinct(reached: Sequence[ReachedCall]) -> dict[ReachedCallable, tuple[Any, ...]]:
-    """Callable -> the arguments of its first call."""
     first_arguments: dict[ReachedCallable, tuple[Any, ...]] = {}
     for call in reached:
         first_arguments.setdefault(call.callable, call.args)

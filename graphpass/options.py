@@ -309,7 +309,6 @@ def _dynamic_dims(value: Any) -> dict[str, dict[int, str]]:
 
 
 def _folder(name: str, value: Any) -> Any:
-    """The path of a directory; None stays None."""
     if value is not None and not isinstance(value, (str, os.PathLike)):
         raise _bad_value(name, "a path", value)
     return None if value is None else Path(value)

@@ -81,7 +81,6 @@ def plan_sizes(
 
 
 def _observed(histogram: Mapping[int, float]) -> tuple[list[int], NDArray[np.float64]]:
-    """The sizes, ascending, and their weights."""
     if not isinstance(histogram, Mapping) or not histogram:
         raise OptionError(
             "there is no traffic to plan sizes for",
@@ -107,7 +106,6 @@ def _observed(histogram: Mapping[int, float]) -> tuple[list[int], NDArray[np.flo
 
 
 def _finite(named: Iterable[tuple[str, object]], remedy: str) -> NDArray[np.float64]:
-    """The values as a float64 array."""
     numbers = []
     for name, value in named:
         try:

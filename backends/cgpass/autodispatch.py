@@ -82,7 +82,6 @@ class AutoDispatcher:
     # -- deciding -----------------------------------------------------------------------------------------------------
 
     def _decided(self, args: Sequence[Any], scope: CaptureScope | None) -> ServedCall | Reason:
-        """How a call runs over a graph, or why it runs without one now."""
         reason = self._never_or_not_now(scope)
         if reason is not None:
             return reason
@@ -126,16 +125,13 @@ class AutoDispatcher:
 
     @property
     def _is_strict(self) -> bool:
-        """Whether a call without a graph is an error."""
         return self._settings.padding_check == "strict"
 
     def _is_beside_a_gpu(self) -> bool:
-        """Whether the arguments are on the CPU, but the graphs of the runtime on a GPU."""
         device = self._runtime.lease.device
         return self._device.type == "cpu" and device is not None and device.type != "cpu"
 
     def _count_without_graph(self, reason: Reason) -> None:
-        """Count a call that runs without a graph under ``reason``, and report the reason the first time."""
         calls = self._refused.get(reason.why)
         if calls is None:
             calls = self._refused[reason.why] = self._runtime.ledger.without_graph(self._name, reason)
@@ -212,7 +208,6 @@ class AutoDispatcher:
         return min(map(len, self._graphs.entries_at(self._rules.mode, descriptor)), default=0)
 
     def _call_of(self, args: Sequence[Any]) -> ServedCall:
-        """What serves a call, under padding where that is possible."""
         if self._generation != self._runtime.lease.generation:  # some graph was dropped: count the remaining graphs
             self._generation = self._runtime.lease.generation
             self._rules.keys.recount(self._num_graphs)
@@ -242,7 +237,6 @@ class AutoDispatcher:
         return returned
 
     def _captured(self, call: ServedCall, args: Sequence[Any], scope: CaptureScope | None) -> Any:
-        """Run, and capture each missing graph."""
         start_s = self._clock_s()
         if scope is not None:  # explicit capture: errors go to the caller who opened the scope
             is_new = not call.key.is_captured
@@ -260,7 +254,6 @@ class AutoDispatcher:
         return outputs
 
     def _count_capture(self, call: ServedCall, seconds: float) -> None:
-        """Record what the first capture of the key of a call took, within ``seconds`` of that call."""
         calls = self._calls.row_of(call.key) if call.results.is_cut else None
         self._calls.exact.captured(call.key, call.size, calls, seconds)
 
@@ -288,7 +281,6 @@ class AutoDispatcher:
                 self._rules.keys.captured(key, self._num_graphs(key.descriptor))
 
     def _run(self, call: ServedCall, args: Sequence[Any], *, may_capture: bool) -> Any:
-        """Fill the buffers, replay and cut the outputs while holding the pool lease; capture if permitted."""
         context = ForwardContext(
             None, self._rules.mode, call.key.descriptor, None, None, None, None, None, owner=self._name
         )

@@ -172,7 +172,6 @@ class GraphedCallable:
     def _observed(
         self, observer: CallObserver | None, args: tuple[Any, ...], outputs: Any, plan: ReplayPlan | None = None
     ) -> Any:
-        """Tell the context's observer of a call that has run; returns its outputs."""
         if observer is not None:
             observer.reached.append(ReachedCall(self, args, tuple(trees.flatten(outputs)[0]), plan))
         return outputs

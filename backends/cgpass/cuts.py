@@ -79,13 +79,11 @@ class CallResults:
         return cut | {index: outputs[index] for index in self.whole if isinstance(outputs[index], torch.Tensor)}
 
     def _apart(self, outputs: Sequence[Any]) -> list[tuple[TensorCut, torch.Tensor]]:
-        """(cut, view of the real part) of each output tensor that shares its storage with no other output."""
         return [
             (group[0], prefix(outputs[group[0].index], group[0].shape)) for group in self.tensors if len(group) == 1
         ]
 
     def _cut(self, outputs: Sequence[Any], args: Sequence[Any], pool_storages: Collection[int]) -> list[Any]:
-        """The flat outputs at the real sizes."""
         cut_outputs = list(outputs)
         if self.whole:
             whole = clone_pool_tensors([outputs[index] for index in self.whole], pool_storages)

@@ -69,7 +69,6 @@ def region_records(parts: Partition, artifacts: Mapping[str, object]) -> tuple[R
 
 
 def _made(traces: Mapping[str, RegionTrace], rules: AutoRules) -> dict[str, list[PaddingFinding]]:
-    """Key field -> what the regions do with its padding."""
     names = {size.symbol: size.name for size in rules.sizes.sizes if size.is_padded}
     found: dict[str, list[PaddingFinding]] = {}
 
@@ -133,7 +132,7 @@ def report_graph(
     name, num_captured = record.name, sum(region.kind == "captured" for region in record.regions)
     num_eager = len(record.regions) - num_captured
     _log.debug("%s compiled: %d regions for graphs, %d eager regions", name, num_captured, num_eager)
-    dynamo.trace_text(f"graphpass_partition_{name}", parts.dump)
+    dynamo.trace(f"graphpass_partition_{name}", parts.dump, "string")
     if record.ends is not None:
         text = "ends at a graph break, and the code from there to the next graph runs in Python: graph break: "
         warn(f"{text}{record.ends}", record.ends.remedy, name)
@@ -145,8 +144,8 @@ def report_graph(
     if rules is not None and proof is not None:
         for problem in rules.unproved.values():
             warn(problem.why, problem.remedy, name)
-        dynamo.trace_json(f"graphpass_padding_{name}", lambda: _padding(proof))
-        dynamo.trace_json(f"graphpass_keys_{name}", lambda: _keys(rules))
+        dynamo.trace(f"graphpass_padding_{name}", lambda: _padding(proof))
+        dynamo.trace(f"graphpass_keys_{name}", lambda: _keys(rules))
 
 
 def _padding(proof: PaddingProof) -> dict[str, object]:

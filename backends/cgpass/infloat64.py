@@ -65,20 +65,18 @@ class _InFloat64(operators.TorchDispatchMode):
     """Gives operators float64 where they get or ask for a narrower type."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = operators.schema_name(func)
+        name = operators.schema_of(func).name
         leaves, structure = trees.flatten((args, kwargs or {}))
         narrow = any(isinstance(leaf, torch.Tensor) and leaf.dtype in _WIDE for leaf in leaves)
         if not (name.startswith(("aten::", "prims::")) or name in _OWN_OPERATORS):
             raise _NoFloat64Error(name)
-        if func is torch.ops.aten.view.dtype or (narrow and operators.is_mutable(func)):
+        if func is torch.ops.aten.view.dtype or (narrow and operators.schema_of(func).is_mutable):
             raise _NoFloat64Error(name)
         args, kwargs = trees.unflatten([_wide(leaf) for leaf in leaves], structure)
         return trees.map_tensors(_wide, func(*args, **kwargs))
 
 
 class _Interpreter(fx.Interpreter):
-    """Runs the traced graph of one region."""
-
     def run_node(self, n: fx.Node) -> Any:
         """Run one node, in float64 if it can."""
         if n.op in ("placeholder", "get_attr", "output"):
@@ -97,7 +95,6 @@ class _Interpreter(fx.Interpreter):
         return fetched if n.op == "output" else trees.map_tensors(_wide, fetched)
 
     def _run_in_own_type(self, n: fx.Node) -> Any:
-        """Run a node on arguments in the types that they have in the traced graph."""
         wide = {argument: self.env[argument] for argument in n.all_input_nodes}
         narrow = {argument: _narrow(value, value_of(argument)) for argument, value in wide.items()}
         args, kwargs = fx.map_arg((n.args, n.kwargs), narrow.__getitem__)

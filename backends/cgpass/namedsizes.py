@@ -285,7 +285,6 @@ def _layout(graph_input: GraphInput, simplified: Callable[[Any], Expression], hi
 
 
 def _declared_dims(inputs: Sequence[GraphInput], settings: Settings) -> tuple[tuple[int, int, str], ...]:
-    """(position, dimension, key field) of each dimension that ``dynamic_dims`` declares."""
     return tuple(
         (position, dim, name)
         for position, given in enumerate(inputs)
@@ -442,7 +441,6 @@ def unmatched_names(
 
 
 def _fields_of(descriptor: BatchDescriptor) -> dict[str, int]:
-    """{key field: size} of a descriptor, without a grid that names the fields."""
     named = {name: value for name, value in descriptor.extra if type(value) is int}
     named["num_tokens"] = descriptor.num_tokens
     if descriptor.num_reqs is not None:
@@ -462,7 +460,6 @@ def _products(shape: Sequence[int], dims: Sequence[int]) -> Iterator[int]:
 
 
 def _products_counted(inputs: Sequence[GraphInput]) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """See :attr:`GraphSizes.products`."""
     counted = symbols_in(key_symbols(inputs, {}).values())
     found = (
         (position, [dim for dim, size in enumerate(given.value.shape) if counted & _symbols_of(size)])

@@ -394,7 +394,6 @@ def _note_sizes(
     *,
     is_first: bool,
 ) -> None:
-    """Say what options ask in vain of sizes and inputs."""
     for unmatched in unmatched_names(parts.inputs, sizes.symbols, settings, is_first=is_first):
         runtime.warn(unmatched, "name the inputs as the graph does", at=name)
     apart, (field, _) = sizes.compiled_apart(settings), settings.size_ranges() or ("", ())
@@ -442,7 +441,6 @@ def _training(
 
 
 def _of_runtime(runtime: GraphRuntime, served: Any) -> Any:
-    """``served``, whose runtime ``runtime_of`` finds."""
     served.runtime = runtime
     return served
 

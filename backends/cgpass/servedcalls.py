@@ -228,7 +228,6 @@ class ServedCalls:
         return PaddedArguments(inputs, tuple({**numbers, **graph.numbers_at(padded)}.items()))
 
     def _as_is(self, real: tuple[int, ...], why: str, remedy: str) -> ServedCall:
-        """The decision about calls that cannot be padded, which is reported."""
         self._runtime.warn(
             f"calls are not padded: {why}", remedy, at=self._name, is_silent=self._settings.on_fallback == "silent"
         )

@@ -194,7 +194,6 @@ class CudaDevice:
         PROCESS_MEMORY.remove_pools(created)
 
     def _pools(self) -> set[PoolId]:
-        """The pool that is captured into, and the retired pools."""
         return {tuple(pool) for pool in (self._pool, *self._retired_pools) if pool is not None}
 
     @contextlib.contextmanager

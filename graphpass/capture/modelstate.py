@@ -115,20 +115,20 @@ class DictSlots:
 class Layouts:
     """Shapes and strides of tensors, compared in one native call."""
 
-    __slots__ = ("_expected", "_is_unchanged", "_tensors")
+    __slots__ = ("_are_unchanged", "_expected", "_tensors")
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._tensors = tuple({id(tensor): tensor for tensor in tensors}.values())
         self._expected = [(tensor.shape, tensor.stride()) for tensor in self._tensors]
-        self._is_unchanged = memory.layout_check(self._tensors)
+        self._are_unchanged = memory.layouts_of(self._tensors)
 
     def unchanged(self) -> bool:
         """Whether every tensor has the shape and strides of the capture."""
-        return self._is_unchanged() or self._first_changed() is None
+        return self._are_unchanged(*self._tensors) or self._first_changed() is None
 
     def refuse_change(self) -> None:
         """Raise if a layout has changed."""
-        if self._is_unchanged():
+        if self._are_unchanged(*self._tensors):
             return
         changed = self._first_changed()  # guard: layouts_kept
         if changed is not None:
@@ -145,7 +145,7 @@ class Layouts:
         for tensor, layout in zip(self._tensors, self._expected, strict=True):
             if (tensor.shape, tensor.stride()) != layout:
                 return tensor, layout
-        self._is_unchanged = memory.layout_check(self._tensors)
+        self._are_unchanged = memory.layouts_of(self._tensors)
         return None
 
 
@@ -234,7 +234,6 @@ def modules_of(model: object) -> tuple[torch.nn.Module, ...]:
 
 
 def _roots_within(value: object, depth: int, seen: set[int]) -> Iterator[torch.nn.Module]:
-    """The outermost modules of an object."""
     if id(value) in seen or isinstance(value, SharesWeights):
         return
     seen.add(id(value))

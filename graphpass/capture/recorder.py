@@ -325,9 +325,8 @@ class Recorder:
         return self.runtime.ledger.rows(self.region, event)[self.mode, context.batch_descriptor]
 
     def _trace(self, context: ForwardContext, call: Call, inputs: InputPlan, outputs: OutputPlan) -> None:
-        """Log one captured graph, and add it to torch's trace."""
         _log.debug("%s %s %s recorded", self.name, self.mode, context.batch_descriptor)
-        dynamo.trace_json(
+        dynamo.trace(
             f"graphpass_graph_{self.name}",
             lambda: {
                 "region": self.name,
@@ -557,8 +556,6 @@ class ReadLog:
 
 
 class _LoggedDict(dict[Any, Any]):
-    """A dict that logs the values read from it."""
-
     def __init__(self, original: dict[Any, Any], path: ContextPath, log: ReadLog) -> None:
         super().__init__(original)
         self._path = path

@@ -72,7 +72,7 @@ class GraphRuntime:
     """
 
     def __init__(self, pool: Any = None, *, device: torch.device | str | None = None) -> None:
-        self.ledger = Ledger(dynamo.trace_json)
+        self.ledger = Ledger(dynamo.trace)
         self.lease = PoolLease(self.ledger, pool, None if device is None else torch.device(device))
         self.scopes = CaptureScope()
         self._owners: list[weakref.ref[_Owner]] = []

@@ -110,7 +110,7 @@ class _Tape(operators.TorchDispatchMode):
             # Recorded through its implementation: replaying the op itself would read Python state anew.
             with self.recording():  # guard: tape_kernel_host_reads
                 return operators.call_kernel(func, "CPU", args, kwargs)
-        name = operators.schema_name(func)
+        name = operators.schema_of(func).name
         if name == _LIFT and args[0].untyped_storage().resizable():  # torch's own memory, not that of a NumPy array
             # Eager code makes the tensor anew in every call, so each replay fills a tensor of the tape with its data.
             func = torch.ops.aten.clone.default  # guard: tape_lifted_data
@@ -122,7 +122,7 @@ class _Tape(operators.TorchDispatchMode):
         after = set(map(storage_id, inputs))  # ``out=`` may have given an argument new memory
         results = trees.tensors(result)
         self.made |= after.union(map(storage_id, results)) - before
-        mutates = operators.is_mutable(func)
+        mutates = operators.schema_of(func).is_mutable
         if name in _UNDEFINED_CONTENTS or torch.Tag.inplace_view in func.tags:
             return result
         targets = _fresh_results(results, after)
@@ -324,7 +324,6 @@ a parameter can die while a tape reads its memory."""
 
 
 def _fresh_results(results: Sequence[torch.Tensor], inputs: Collection[int]) -> _Targets:
-    """(number, tensor) of each result whose storage is not among those of inputs."""
     fresh = []
     for number, result in enumerate(results):
         if result.numel() and storage_id(result) not in inputs:
@@ -335,7 +334,7 @@ def _fresh_results(results: Sequence[torch.Tensor], inputs: Collection[int]) -> 
 
 def _refuse_what_cuda_refuses(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     reads_host = any(tag in func.tags for tag in _HOST_TAGS)
-    name = operators.schema_name(func)
+    name = operators.schema_of(func).name
     if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
         masks = any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
         # index_put_ of one value under a mask is a masked fill, which needs no host read, unless it accumulates.

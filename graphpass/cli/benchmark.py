@@ -253,7 +253,6 @@ def _of_tensors(one: torch.Tensor, other: torch.Tensor) -> float:
 def _interleaved(
     program: Program, running: Mapping[str, Callable[..., Any]], rounds: int, calls: int
 ) -> dict[str, dict[str, Any]]:
-    """{variant: its medians in µs}."""
     steps: dict[str, Step] = {
         name: getattr(call, "replay", None) or partial(call, *program.args, **program.kwargs)
         for name, call in running.items()

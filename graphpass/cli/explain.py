@@ -110,7 +110,6 @@ def _parts(figures: Mapping[str, Any], records: Sequence[CallableRecord]) -> Ite
 
 
 def _cuts(records: Sequence[CallableRecord]) -> Table:
-    """One row for each different reason, with the regions that have it."""
     rows = [(cut.what, cut.where, listed(cut.places), cut.remedy) for cut in cuts_of(records)]
     for record in records:
         if record.ends is not None:

@@ -125,7 +125,6 @@ def load(
 
 
 def _parts(made: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """(model, args, kwargs) of what a factory returned."""
     if not isinstance(made, tuple):
         return made, (), {}
     if len(made) == 3:
@@ -163,7 +162,6 @@ def _is_there(tensor: torch.Tensor, device: torch.device) -> bool:
 
 
 def _made(target: str, config: Sequence[str]) -> Any:
-    """The return value of a factory, or a model with random weights for a configuration."""
     path = Path(target)
     if path.is_dir() and (path / "config.json").is_file():
         path = path / "config.json"

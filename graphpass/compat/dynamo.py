@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._logging._internal import trace_structured
 
 from graphpass.compat import saving, symbolic
-from graphpass.compat.operators import torch_attribute
 from graphpass.ledger import Reason
 
 _SOURCE = "graphpass_source"
@@ -166,7 +166,6 @@ def _dynamo_callback(compiled: Any) -> Any | None:
 
 
 def _cache_entries(code: types.CodeType) -> list[Any]:
-    """Dynamo's cache entries of ``code``, the newest first."""
     return list(torch._dynamo.eval_frame._debug_get_cache_entry_list(code))
 
 
@@ -264,10 +263,8 @@ def float_varies(placeholder: fx.Node) -> bool:
     """Whether Dynamo has seen two values of a Python float, so that it compiles the float for all values."""
     if torch._dynamo.config.assume_static_by_default:  # else the float would be a constant already
         return True
-    try:
-        from torch._dynamo.pgo import auto_dynamic, get_code_state
-    except ImportError:
-        return False
+    from torch._dynamo.pgo import auto_dynamic, get_code_state
+
     name = source_text(placeholder) or ""
     states = [state.automatic_dynamic for state in get_code_state().values()]
     return any(name in state and state[name].scalar is auto_dynamic for state in states)
@@ -317,9 +314,8 @@ def _text_of(source: Any) -> str | None:
 
 def name_of_source(source: Any) -> str | None:
     """A source in Dynamo's notation; None if it has no name."""
-    name = getattr(source, "name", None)  # a method or an attribute, by release
-    text = name() if callable(name) else name
-    return text if isinstance(text, str) else None
+    name = getattr(source, "name", None)
+    return name if isinstance(name, str) else None
 
 
 _DICT_ENTRY = re.compile(r"dict\.__getitem__\(([^()]+), (list\(dict\.keys\(\1\)\)\[\d+\])\)")
@@ -503,13 +499,11 @@ def move_constants(aten: fx.GraphModule) -> None:
 
 
 def _mask_among(indices: Any) -> tuple[int, fx.Node] | None:
-    """The one index and its place, if it is a mask."""
     given = [(place, index) for place, index in enumerate(indices) if index is not None]
     return given[0] if len(given) == 1 and given[0][1].meta["val"].dtype is torch.bool else None
 
 
 def _fill(graph: fx.Graph, node: fx.Node, placed: tuple[int, fx.Node], number: complex) -> None:
-    """Write a number where a mask says, which stands at one place among the dimensions."""
     (place, mask), aten = placed, torch.ops.aten
     into: Any = node.args[0]
     with graph.inserting_before(node):
@@ -565,24 +559,11 @@ def floats_as_tensors(example_inputs: Sequence[Any]) -> Iterator[None]:
         TensorifyState.force_specializations -= floats
 
 
-_trace_structured: Callable[..., None] | None = torch_attribute("_logging.trace_structured")
-
-
-def trace_text(name: str, text: Callable[[], str]) -> None:
-    """Add a text to the trace; without ``TORCH_TRACE`` it is not made.
+def trace(name: str, payload: Callable[[], str | Mapping[str, Any]], encoding: str = "json") -> None:
+    """Add a record, or with ``encoding="string"`` a text, to the trace; without ``TORCH_TRACE`` it is not made.
 
     tlparse shows it as ``name``. Inside a compilation of Dynamo it belongs to the compiled frame, outside it stands
     alone.
     """
-    _trace(name, "string", text)
-
-
-def trace_json(name: str, record: Callable[[], Mapping[str, Any]]) -> None:
-    """Like :func:`trace_text`, for a record of mappings, sequences, numbers and text."""
-    _trace(name, "json", record)
-
-
-def _trace(name: str, encoding: str, payload: Callable[[], str | Mapping[str, Any]]) -> None:
-    if _trace_structured is not None:
-        named = {"name": name, "encoding": encoding}
-        _trace_structured("artifact", metadata_fn=lambda: named, payload_fn=payload, expect_trace_id=False)
+    named = {"name": name, "encoding": encoding}
+    trace_structured("artifact", metadata_fn=lambda: named, payload_fn=payload, expect_trace_id=False)

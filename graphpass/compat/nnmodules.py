@@ -132,14 +132,12 @@ def place_of_failure(error: BaseException, traced: Any = None) -> str | None:
 
 
 def _op_text(target: Any) -> str:
-    """A node's target as text: ``aten.add.Tensor``, ``_operator.add``."""
     if isinstance(target, (str, torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return str(target)
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', target)}"
 
 
 def _running_node(error: BaseException, traced: fx.GraphModule | None) -> fx.Node | None:
-    """The innermost node of an FX graph among the frames of a traceback."""
     running: fx.Node | None = None
     for frame, number in traceback.walk_tb(error.__traceback__):
         # Do not read f_locals of other frames: in those that handle the error it would keep the error alive.

@@ -82,12 +82,10 @@ def overloads_of(packet: Any) -> list[Any]:
 
 def resolved_overload(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
     """The overload of ``packet`` whose schema accepts the arguments; None where torch cannot resolve it."""
-    resolve = getattr(torch._C, "_jit_resolve_packet", None)
     try:
-        name = resolve(packet._qualified_op_name, *args, **kwargs) if resolve is not None else None
+        return getattr(packet, torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs))
     except RuntimeError:
         return None
-    return getattr(packet, name) if isinstance(name, str) else None
 
 
 def schema_of(overload: Any) -> Any:
@@ -95,16 +93,11 @@ def schema_of(overload: Any) -> Any:
     return overload._schema
 
 
-def schema_name(op: torch._ops.OpOverload) -> str:
-    """An op's qualified name without its overload, ``aten::add``."""
-    return op._schema.name
-
-
 def operator_name(target: Any) -> str | None:
     """The qualified name (``mylib::attention``) of an overload, a packet or a ``custom_op``; None for anything else."""
     op = custom_op_overload(target) or target
     if isinstance(op, OpOverload):
-        return schema_name(op)
+        return op._schema.name
     return op._qualified_op_name if isinstance(op, OpOverloadPacket) else None
 
 
@@ -136,13 +129,9 @@ def written_node(node: fx.Node) -> fx.Node:
 _IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
 
 
-def is_mutable(op: torch._ops.OpOverload) -> bool:
-    """Whether an op's schema declares a write to an argument."""
-    return op._schema.is_mutable
-
-
 def operator_namespaces() -> tuple[tuple[str, Any], ...]:
     """(dotted prefix, namespace) of each namespace whose functions appear in Dynamo's graphs, the public ones first."""
+    native: Any = torch._C
     return (
         ("torch", torch),
         ("torch.nn.functional", torch.nn.functional),
@@ -150,11 +139,11 @@ def operator_namespaces() -> tuple[tuple[str, Any], ...]:
         ("torch.linalg", torch.linalg),
         ("torch.fft", torch.fft),
         ("torch.Tensor", torch.Tensor),
-        ("torch._C._nn", torch._C._nn),
-        ("torch._C._special", torch_attribute("_C._special")),
-        ("torch._C._linalg", torch_attribute("_C._linalg")),
-        ("torch._C._fft", torch_attribute("_C._fft")),
-        ("torch._C._VariableFunctions", torch._C._VariableFunctions),
+        ("torch._C._nn", native._nn),
+        ("torch._C._special", native._special),
+        ("torch._C._linalg", native._linalg),
+        ("torch._C._fft", native._fft),
+        ("torch._C._VariableFunctions", native._VariableFunctions),
     )
 
 
@@ -163,11 +152,10 @@ def runs_python_kernel(op: torch._ops.OpOverload, dispatch_key: str) -> bool:
 
     The ops inside a Python kernel can be recorded one by one; a C++ kernel is a leaf.
     """
-    impls: set[str] = getattr(torch.library, "_impls", set())
-    namespace, _, name = schema_name(op).partition("::")
+    namespace, _, name = op._schema.name.partition("::")
     overload = f".{op._schema.overload_name}" if op._schema.overload_name else ""
     keys = (dispatch_key, "CompositeExplicitAutograd", "CompositeImplicitAutograd")
-    return any(f"{namespace}/{name}{overload}/{key}" in impls for key in keys)
+    return any(f"{namespace}/{name}{overload}/{key}" in torch.library._impls for key in keys)
 
 
 def call_kernel(op: torch._ops.OpOverload, dispatch_key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -343,15 +331,12 @@ def mode_pairs() -> tuple[tuple[Any, Any], ...]:
 @functools.cache
 def mode_switches() -> tuple[Any, ...]:
     """Functions that set a mode to their first argument; Dynamo calls the same function to enter and to exit."""
-    paths = (
-        "_C._set_grad_enabled",
-        "_C._set_fwd_grad_enabled",
-        "_C._functorch.set_inplace_requires_grad_allowed",
-        "nn.attention._sdpa_kernel",
-        "_C._functorch.set_autograd_function_allowed",
+    return (
+        torch._C._set_grad_enabled,
+        torch._C._set_fwd_grad_enabled,
+        torch._C._functorch.set_inplace_requires_grad_allowed,
+        torch.nn.attention._sdpa_kernel,
     )
-    switches = (torch_attribute(path) for path in paths)
-    return tuple(switch for switch in switches if switch is not None)
 
 
 def is_mode_op(target: Any) -> bool:

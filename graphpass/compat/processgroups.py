@@ -69,7 +69,7 @@ class ClosedBeforeGroups:
 
     def register(self, owner: Any) -> None:
         """Close ``owner``, to which only a weak reference is kept; doing so again adds nothing."""
-        comms = getattr(distributed.distributed_c10d._world, "comms", [])
+        comms = distributed.distributed_c10d._world.comms
         if self not in comms:  # those of an earlier default group are gone
             comms.append(self)  # guard: closed_before_groups
         if self._owner is None:
@@ -77,7 +77,7 @@ class ClosedBeforeGroups:
         self._owner = weakref.ref(owner)
 
     def finalize(self) -> None:
-        """Called by ``destroy_process_group`` before it ends any communicator, where this torch has a list of those."""
+        """Called by ``destroy_process_group`` before it ends any communicator."""
         owner = None if self._owner is None else self._owner()
         if owner is not None:
             owner.close()

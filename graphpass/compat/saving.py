@@ -29,7 +29,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from graphpass.compat import symbolic
-from graphpass.compat.operators import torch_attribute
+from graphpass.compat.operators import is_of_torch
 from graphpass.compat.subclasses import Rebuild, is_wrapper
 
 _META = frozenset({"example_value", "val", "stack_trace", "custom", "unbacked_bindings"})
@@ -37,7 +37,6 @@ _NONCE = (f"graphpass-{os.getpid()}-{number}" for number in itertools.count())
 _ADDRESS = re.compile(r"(?<=, )\d+(?=\), type=|\)$)|\b0x[0-9a-f]+")
 """In the code of a guard: what an identity is compared with, and the address of an object."""
 _Kind = TypeVar("_Kind")
-_CAN_SAVE = "_functorch.config.bundled_autograd_cache"
 
 
 class CannotSaveError(Exception):
@@ -46,17 +45,13 @@ class CannotSaveError(Exception):
 
 @contextlib.contextmanager
 def serializable() -> Iterator[None]:
-    """Within the body, artifacts are compiled so that they can be saved, on every torch that can; they are new ones.
+    """Within the body, artifacts are compiled so that they can be saved; they are new ones.
 
     Inductor compiles each reduction with one configuration: each process would time several, and round as its fastest.
     """
+    from torch._dynamo.backends import debugging
     from torch._functorch import config as aot_config
     from torch._inductor import config as inductor_config
-
-    if torch_attribute(_CAN_SAVE) is None:
-        yield
-        return
-    from torch._dynamo.backends import debugging
 
     patch = {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True, "enable_autograd_cache": True}
     if hasattr(debugging, "AOTEagerOutputCode"):  # then artifacts of aot_eager can be saved, too
@@ -71,7 +66,9 @@ def serializable() -> Iterator[None]:
 
 def are_serializable() -> bool:
     """Whether the caller is inside of :func:`serializable`."""
-    return bool(torch_attribute(_CAN_SAVE))
+    from torch._functorch import config
+
+    return bool(config.bundled_autograd_cache)
 
 
 def traced_through(graph_module: fx.GraphModule, examples: Sequence[Any]) -> fx.GraphModule:
@@ -98,7 +95,6 @@ def guards_of_compilers() -> str | None:
 
 @functools.cache
 def _pickler() -> Any:
-    """The class of the pickler; torch's own imports Inductor."""
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Bundle
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.fx._graph_pickler import GraphPickler
@@ -249,22 +245,10 @@ def record_call(
     dynamic: bool | None,
     owners: Sequence[str],
 ) -> tuple[TracedCall, list[types.CodeType], set[str]]:
-    """Trace a call for a backend whose graph raises :class:`Recorded`.
+    """Trace a call of a new function object, which is not compiled, for a backend whose graph raises :class:`Recorded`.
 
-    Args:
-        function: a new function object; it is not compiled afterwards.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        backend: the name of the backend.
-        options: the backend's options.
-        dynamic: as for torch.compile.
-        owners: the variables of enclosing functions that hold the model.
-
-    Returns:
-        The traced call, the code that was traced, and the names of the Python modules that it is from.
-
-    Raises:
-        CannotSaveError: the call has a graph break, or a guard cannot be saved.
+    ``owners`` are the variables of enclosing functions that hold the model. Returns the traced call, the code that was
+    traced, and the names of the Python modules that it is from.
     """
     package, of_model = _package_of(function), list[Any]()
 
@@ -323,7 +307,6 @@ def require_lasting(code: types.CodeType) -> None:
 def _traced_call(
     function: Callable[..., Any], given: Mapping[str, Any], package: Any, of_model: Sequence[Any]
 ) -> TracedCall:
-    """What a package has recorded of the one call of a function."""
     from torch._dynamo.package import SerializedCode
 
     entries = list(package._codes.values())
@@ -357,7 +340,7 @@ def calls_triton(graph_module: fx.GraphModule) -> bool:
 
 
 def _name_of(guard: Any) -> str:
-    return str(guard.name() if callable(guard.name) else guard.name)
+    return str(guard.name)
 
 
 def _plain(guard: Any) -> Any:
@@ -454,16 +437,14 @@ def rebuilt(function: Callable[..., Any], call: TracedCall) -> Rebuilt:
 def _model_guard(guard: Any) -> ModelGuard:
     create = guard.create_fn
     given = (*create.args, *create.keywords.values()) if isinstance(create, functools.partial) else ()
-    plain = tuple(_name_of_source(value) for value in given if not isinstance(value, weakref.ref))
+    plain = tuple(
+        _name_of(value) if isinstance(value, torch._guards.Source) else value
+        for value in given
+        if not isinstance(value, weakref.ref)
+    )
     kinds = tuple(dict.fromkeys((guard.create_fn_name(), *(guard.guard_types or ()))))
     code = tuple(_ADDRESS.sub("", part) for part in guard.code_list or ())
     return ModelGuard(kinds, _name_of(guard), plain, code)
-
-
-def _name_of_source(value: Any) -> Any:
-    return (
-        str(value.name() if callable(value.name) else value.name) if isinstance(value, torch._guards.Source) else value
-    )
 
 
 def install_call(function: Callable[..., Any], call: TracedCall, guards: Rebuilt, graph: Callable[..., Any]) -> None:
@@ -472,9 +453,6 @@ def install_call(function: Callable[..., Any], call: TracedCall, guards: Rebuilt
 
     function.__globals__[call.graph] = torch._dynamo.disable(graph)
     _load_precompile_entry(function.__code__, guards.manager, marshal.loads(call.code))
-
-
-_OF_TORCH = frozenset({"aten", "prim", "prims", "quantized", "inductor", "higher_order", "c10d", "_c10d_functional"})
 
 
 def implementations_of(op: str) -> list[Callable[..., Any]] | None:
@@ -492,7 +470,11 @@ def implementations_of(op: str) -> list[Callable[..., Any]] | None:
     if definition is not None:
         given = (definition._init_fn, definition._abstract_fn, *definition._backend_fns.values())
         return [function for function in (*given, fake) if function is not None]
-    is_known = name.partition("::")[0] in _OF_TORCH or not torch._C._dispatch_has_kernel(name)
+    is_known = (
+        is_of_torch(name)
+        or name.startswith(("c10d::", "_c10d_functional::"))
+        or not torch._C._dispatch_has_kernel(name)
+    )
     if not is_known and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
         return None
     return [] if fake is None else [fake]

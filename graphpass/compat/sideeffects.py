@@ -40,7 +40,7 @@ def side_effects_of_compilation() -> tuple[SideEffect, ...]:
         found = [effect for v in changed for effect in _changes_of(effects, v, owners[v])]
     except AttributeError:  # another torch release, whose record has another structure
         return (SideEffect("may change Python state: Dynamo's record was not found", None, keeps_tensor=False),)
-    if getattr(output, "random_calls", ()):
+    if output.random_calls:
         found.append(SideEffect("draws Python's random numbers", None, keeps_tensor=False))
     return tuple(found)
 
@@ -50,10 +50,9 @@ def _is_made_here(variable: Any) -> bool:
 
 
 def _changes_of(effects: Any, variable: Any, item: Any) -> Iterator[SideEffect]:
-    """The changes of one object: attribute by attribute, or as a whole."""
     from torch._dynamo import variables
 
-    stacks = getattr(effects, "mutation_user_stacks", {}).get(variable) or [()]
+    stacks = effects.mutation_user_stacks.get(variable) or [()]
     user = [frame for frame in stacks[-1] if not frame.filename.startswith(LIBRARIES)]
     line = f" ({os.path.basename(user[-1].filename)}:{user[-1].lineno})" if user else ""
     attributes = effects.store_attr_mutations.get(variable, {})
@@ -72,7 +71,6 @@ def _changes_of(effects: Any, variable: Any, item: Any) -> Iterator[SideEffect]:
 
 
 def _holds_already(item: Any, name: str, value: Any) -> bool:
-    """Whether the attribute already has the constant ``value``."""
     if not value.is_python_constant() or name not in getattr(item, "__dict__", {}):
         return False
     new, old = value.as_python_constant(), vars(item)[name]

@@ -64,12 +64,11 @@ def without_base(view: torch.Tensor, fake_mode: Any) -> torch.Tensor:
 @contextlib.contextmanager
 def quiet_shapes(fake_mode: Any) -> Iterator[None]:
     """Within the body, ``fake_mode`` records no guards, and new unbacked symbols need no binding."""
-    shape_env = getattr(fake_mode, "shape_env", None)
-    with contextlib.ExitStack() as stack:
-        for name in ("suppress_guards", "ignore_fresh_unbacked_symbols"):
-            scope = getattr(shape_env, name, None)
-            if scope is not None:
-                stack.enter_context(scope())
+    shape_env = fake_mode.shape_env
+    if shape_env is None:
+        yield
+        return
+    with shape_env.suppress_guards(), shape_env.ignore_fresh_unbacked_symbols():
         yield
 
 
@@ -204,7 +203,7 @@ def facts_of(shape_env: Any) -> tuple[sympy.Basic, ...]:
     """All facts that ``shape_env`` assumes: its guards, and the divisions known to be exact."""
     if shape_env is None:
         return ()
-    divisible = (sympy.Eq(remainder, 0) for remainder in sorted(getattr(shape_env, "divisible", ()), key=str))
+    divisible = (sympy.Eq(remainder, 0) for remainder in sorted(shape_env.divisible, key=str))
     return tuple(dict.fromkeys((*guards_of(shape_env), *divisible)))
 
 
@@ -220,11 +219,8 @@ def guard_on(shape_env: Any, conditions: Sequence[sympy.Basic]) -> bool:
 
 def hints_of(shape_env: Any) -> dict[sympy.Symbol, Any]:
     """The value of each symbol in the call being traced; without the ragged sizes of nested tensors, no numbers."""
-    for name in ("backed_var_to_val", "var_to_val"):
-        hints: dict[sympy.Symbol, Any] | None = getattr(shape_env, name, None)
-        if hints is not None:
-            return {symbol: hint for symbol, hint in hints.items() if isinstance(hint, (int, float, sympy.Number))}
-    return {}
+    hints = {} if shape_env is None else shape_env.backed_var_to_val
+    return {symbol: hint for symbol, hint in hints.items() if isinstance(hint, (int, float, sympy.Number))}
 
 
 def new_symbol(shape_env: Any, name: str, lowest: int | None, highest: int | None, like: int) -> Any:
@@ -266,12 +262,8 @@ def aten_graph_of(
 ) -> tuple[fx.GraphModule, sympy.Symbol, Any]:
     """Trace a call of a module without Dynamo, over fake tensors, with parameters and buffers as inputs.
 
-    Returns:
-        (graph of its eager aten operators, the symbol of the size that all of ``dims`` have, the fake mode); the size
-        is at least 2, and the first input.
-
-    Raises:
-        ValueError: the graph reads a size from a tensor.
+    Returns (graph of its eager aten operators, the symbol of the size that all of ``dims`` have, the fake mode). The
+    size is at least 2, and the first input.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 

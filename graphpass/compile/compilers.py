@@ -161,7 +161,8 @@ def _is_aten(graph_module: fx.GraphModule) -> bool:
     """Whether a graph is of overloads that write nothing, with their values, as AOTAutograd would make it."""
     nodes = [node for node in graph_module.graph.nodes if node.op != "output"]
     return all("val" in node.meta for node in nodes) and all(
-        isinstance(node.target, operators.OpOverload) and not operators.is_mutable(node.target)  # guard: traced_writes
+        isinstance(node.target, operators.OpOverload)
+        and not operators.schema_of(node.target).is_mutable  # guard: traced_writes
         for node in nodes
         if node.op != "placeholder"
     )

@@ -108,7 +108,6 @@ def _columns(tensor: torch.Tensor) -> tuple[Any, Any, Any]:
 
 
 def _reach(tensor: torch.Tensor) -> Any:
-    """Bytes from the first element to the end of the last."""
     return (sum((s - 1) * d for s, d in zip(tensor.shape, tensor.stride(), strict=True)) + 1) * tensor.element_size()
 
 
@@ -271,7 +270,6 @@ def traced_regions(
 
 
 def _traced(region: Any, structure: Structure, trace: TraceFunction) -> RegionTrace:
-    """The trace of a region that no AOT step compiles."""
     examples = inputs_of(region.graph_module)
     written = WrittenInputs.of(examples, region.mutated_inputs)
     if written is not None and written.overlap(examples):  # AOTAutograd merges them, or fails to

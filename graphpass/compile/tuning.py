@@ -196,7 +196,6 @@ class TunedRegion:
         return spent_s
 
     def _ranges_of(self, args: Sequence[Any]) -> tuple[int, ...]:
-        """The range that the size of each symbol is in."""
         sizes = symbolic.sizes_at(filter(None, self._symbols.values()), args)
         return tuple(map(_range_of, sizes))  # guard: tuned_by_range
 
@@ -449,5 +448,4 @@ def _within(wanted: tuple[int, int | None], admitted: tuple[int | None, int | No
 
 
 def _named(ranges: Sequence[int]) -> str:
-    """The ranges of a region's sizes as text; empty if its sizes are fixed."""
     return ", ".join(_NAMES[number] for number in ranges)

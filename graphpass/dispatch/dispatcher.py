@@ -342,7 +342,6 @@ class CudagraphDispatcher:
         identity: tuple[int, Extra],
         allowed: frozenset[CUDAGraphMode] | None,
     ) -> Dispatch:
-        """The first key that fits the batch, or NONE."""
         table = self._tables.get((identity, uniform)) or self._table(identity, uniform)
         question = (allowed, *map(bisect_left, table.rungs, (*sizes, num_reqs)))
         answer = table.answers.get(question)
@@ -422,7 +421,6 @@ class CudagraphDispatcher:
         )
 
     def _captured_adapters(self, num_active_loras: int) -> int:
-        """The adapter count of the keys for a batch with ``num_active_loras`` adapters."""
         if 0 <= num_active_loras < len(self._key_adapters):
             return self._key_adapters[num_active_loras]
         raise DispatchError(
@@ -434,7 +432,6 @@ class CudagraphDispatcher:
 
 
 def _runtime_modes(allowed_modes: Collection[CUDAGraphMode | str]) -> frozenset[CUDAGraphMode]:
-    """The allowed modes as a frozenset."""
     allowed = frozenset() if isinstance(allowed_modes, str) else frozenset(map(CUDAGraphMode.parse, allowed_modes))
     if allowed and all(mode.is_valid_runtime_mode() for mode in allowed):
         return allowed

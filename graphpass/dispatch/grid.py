@@ -73,7 +73,6 @@ class SizeGrid:
                 yield self.describe(sizes, num_reqs=num_reqs, uniform=uniform, adapters=adapters)
 
     def _combinations(self, limits: KeyLimits, *, decode: bool) -> Iterator[tuple[dict[str, int], int]]:
-        """Each combination of sizes within the limits, with its token count."""
         ladders = {name: capture_sizes_within(ladder, None, limits.query_len) for name, ladder in self.sizes.items()}
         counted = "num_tokens" in ladders
         if counted:
@@ -124,7 +123,6 @@ class SizeGrid:
         )
 
     def _count(self, named: Mapping[str, object], name: str) -> int:
-        """The count with this name."""
         try:
             count = operator.index(named[name])  # type: ignore[arg-type]  # numpy integers are counts too
         except (KeyError, TypeError):

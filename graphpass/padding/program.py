@@ -207,7 +207,7 @@ class _Reader:
         before, read = len(self._nodes), tape.read()
         for called, args, kwargs, part in tape.calls:
             ref = self._of_parts(self._function_of(called), args, kwargs, part, where)
-            if ref is None and operators.is_mutable(called):
+            if ref is None and operators.schema_of(called).is_mutable:
                 del self._nodes[before:]
                 return None
             ref = ref or self._called(called, args, kwargs, part, where)

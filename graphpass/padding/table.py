@@ -272,7 +272,7 @@ def _qualified(op: Any) -> str:
     if isinstance(op, operators.OpOverload):
         return str(op.name())
     if isinstance(op, operators.OpOverloadPacket):
-        return str(operators.schema_name(operators.overloads_of(op)[0]))
+        return str(operators.schema_of(operators.overloads_of(op)[0]).name)
     if not isinstance(op, str):
         raise OptionError(
             "the operator of a padding rule cannot be identified",

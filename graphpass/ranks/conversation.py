@@ -99,7 +99,6 @@ class AgreedSteps:
         return RankDecision(step, agreed, bool(batch.has_work), is_lower)
 
     def _own(self, request: Mapping[str, Any] | None) -> tuple[Dispatch, BatchDescriptor]:
-        """The decision of this rank alone, and the unpadded shape of its batch."""
         empty = Dispatch(CUDAGraphMode.NONE, BatchDescriptor(0), DispatchReason.EMPTY)
         own = empty if request is None else self._dispatcher.dispatch(**request)
         if request is None or not own.mode:
@@ -131,7 +130,6 @@ class AgreedSteps:
     # -- messages between the ranks -----------------------------------------------------------------------------------
 
     def _exchange(self, subject: str, content: Sequence[int]) -> list[list[int]]:
-        """The ``content`` of all ranks, in their order."""
         rows = self._rows.exchange([_SUBJECTS.index(subject), self._fingerprint, *content])
         if any(row[0] != rows[0][0] for row in rows):
             raise AgreementError(

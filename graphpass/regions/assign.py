@@ -101,7 +101,6 @@ def _reasons(body: Sequence[fx.Node], rules: Sequence[SplitRule]) -> dict[fx.Nod
 
 
 def _spread_over_spans(body: Sequence[fx.Node], reasons: dict[fx.Node, tuple[SplitReason, ...]]) -> None:
-    """Make a whole enter/exit span eager if any node in it is."""
     for first, last in _spans(body):
         span = body[first : last + 1]
         inside = [node for node in span if reasons.get(node)]
@@ -324,7 +323,6 @@ def _takes_over(user: fx.Node, inside: set[fx.Node], node: fx.Node) -> bool:
 
 
 def _with_recomputed(nodes: Sequence[fx.Node], inside: set[fx.Node]) -> list[fx.Node]:
-    """The nodes in order, each after the attributes and the recomputed numbers that it uses."""
     placed: dict[fx.Node, None] = {}
 
     def place(node: fx.Node) -> None:

@@ -323,7 +323,6 @@ def _matcher_of_callable(op: Any) -> OpMatcher:
 
 
 def _in_module(node: fx.Node, *, kind: type[torch.nn.Module]) -> bool:
-    """Whether a node calls a module of this class, or was traced inside the forward of one."""
     if node.op == "call_module" and isinstance(module_of(node), kind):
         return True
     return any(outer is kind for _, outer in node.meta.get("nn_module_stack", {}).values())

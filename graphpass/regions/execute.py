@@ -171,8 +171,6 @@ def _detached(value: Any) -> Any:
 
 
 class _FunctionLog(TorchFunctionMode):
-    """Records every torch function that is called, with or without tensor arguments."""
-
     def __init__(self) -> None:
         super().__init__()
         self.called: list[Any] = []

@@ -94,8 +94,6 @@ def floats_as_tensors(graph_module: fx.GraphModule) -> FloatInputs:
 
 
 class _Rewriting:
-    """One pass over a graph."""
-
     def __init__(self, graph: fx.Graph) -> None:
         #: Node whose value is a number computed from floats -> node with the same value as a float64 tensor.
         self.numbers: dict[fx.Node, fx.Node] = {}
@@ -189,7 +187,6 @@ class _Rewriting:
         return is_same
 
     def _computes_number(self, node: fx.Node) -> bool:
-        """Compute a number from numbers as a tensor."""
         name = getattr(node.target, "__name__", "")
         target = getattr(torch, name[5:], None) if name.startswith("_sym_") else _OF_NUMBERS.get(node.target)
         args = [self.numbers.get(a, a) if isinstance(a, fx.Node) else a for a in node.args]
@@ -201,7 +198,6 @@ class _Rewriting:
         return True
 
     def _with_tensors(self, node: fx.Node, dtype: torch.dtype) -> list[fx.Node]:
-        """A node that takes tensors of ``dtype`` for numbers, after the nodes that it needs."""
         made: list[fx.Node] = []
 
         def bound(of: Any) -> Any:

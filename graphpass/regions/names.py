@@ -198,7 +198,6 @@ def _names_of_dotted(dotted: str) -> frozenset[str]:
 
 
 def _indexing_names(node: fx.Node) -> frozenset[str]:
-    """Names of ``x[index]`` and ``x[index] = value``, by what the index is made of."""
     index = node.args[1]
     parts = index if isinstance(index, tuple) else (index,)
     by_tensor = any(isinstance(value_of(part), (torch.Tensor, list)) for part in parts)

@@ -120,7 +120,6 @@ class _PartitionRun:
 
     @functools.cached_property
     def _storages(self) -> dict[str, frozenset[int]]:
-        """Name of a value -> its storages."""
         found = {given.name: storages_of(given.value) for given in self._parts.inputs}
         for region in self._parts.regions:
             results: Any = region.graph_module.graph.output_node().args[0]
@@ -148,7 +147,6 @@ class _PartitionRun:
         )
 
     def _inputs(self, sizes: Sizes) -> tuple[Abstract, ...]:
-        """The abstract inputs of the partition before the first region runs."""
         return input_values([_shape_of(given.value) for given in self._parts.inputs], sizes, self._declared)
 
     def _through(self, region: Region, values: dict[str, Abstract], sizes: Sizes) -> Interpretation:
@@ -259,20 +257,17 @@ def _shape_of(value: Any) -> TensorShape | Size | None:
 
 
 def _fields_of(value: Abstract, sizes: Sizes) -> Iterator[str]:
-    """The key fields that are padded in ``value``."""
     for of_dim in value.factors if isinstance(value, PaddedValue) else ((value,),):
         for size in of_dim:
             yield from sizes.fields_of(size)
 
 
 def _ops_of(region: Region) -> str:
-    """The names of the first ops of a region, as text."""
     calls = [node for node in region.graph_module.graph.nodes if node.op in ("call_function", "call_method")]
     names = list(dict.fromkeys(display_name(node) for node in calls))
     return ", ".join(names[:_NAMED_OPS]) + ("..." if len(names) > _NAMED_OPS else "") or f"region {region.name}"
 
 
 def _place_of(region: Region) -> str:
-    """The line of the user's code from the first node that has one."""
     places = (where_of(node.meta.get("stack_trace")) for node in region.graph_module.graph.nodes)
     return next(filter(None, places), "")

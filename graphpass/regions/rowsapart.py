@@ -62,8 +62,6 @@ def rows_apart(function: Callable[..., Any], dims: Sequence[int] = (0,)) -> Call
 
 
 def _operator(function: Callable[..., Any], dims: tuple[int, ...]) -> tuple[str, Callable[..., Any]]:
-    """The name of a new operator, and the operator."""
-
     def run(*args: Any, **kwargs: Any) -> Any:
         held = [arg for arg in trees.flatten((args, kwargs))[0] if isinstance(arg, torch.Tensor)]
         if not all(any(dim < arg.dim() for arg in held) for dim in dims):

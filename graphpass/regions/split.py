@@ -266,8 +266,6 @@ def _product(before: fx.Node, factors: tuple[Any, ...]) -> Any:
 
 
 def _substitute(user: fx.Node, old: fx.Node, new: Any) -> None:
-    """Replace ``old`` by ``new`` (a node, a constant or a tuple of these) in the arguments of ``user``."""
-
     def swap(argument: fx.Node) -> Any:
         return new if argument is old else argument
 
@@ -298,7 +296,6 @@ def tuples_unpacked(graph: fx.Graph) -> None:
 
 
 def _items(source: fx.Node, value: Any) -> Any:
-    """New getitem nodes after ``source`` for the items of its tuple; nested for a nested tuple."""
     with source.graph.inserting_before(source.next):
         nodes = [_call(operator.getitem, (source, at), item, of=source) for at, item in enumerate(value)]
     items = [_items(node, item) if is_tuple(item) else node for node, item in zip(nodes, value, strict=True)]

@@ -33,7 +33,6 @@ class Stitching:
     """
 
     def __init__(self, gm: fx.GraphModule, regions: Sequence[Region]) -> None:
-        """``regions`` must come from the graph of ``gm``."""
         placeholders = gm.graph.find_nodes(op="placeholder")
         self._regions = regions
         self._arguments = [node.name for node in placeholders]
@@ -135,7 +134,6 @@ class Stitching:
         return f"{stars}{self._variables[node.name]}{default}"
 
     def _expression(self, value: Any) -> str:
-        """Python text for an output value or structure."""
         if isinstance(value, fx.Node):
             return self._node_expression(value)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -163,7 +161,6 @@ class Stitching:
 
 
 def _container_text(value: Any, write: Callable[[Any], str]) -> str:
-    """Python text of a tuple, a list or a dict, whose items ``write`` writes."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{write(key)}: {write(item)}' for key, item in value.items())}}}"
     items = ", ".join(map(write, value))
@@ -282,7 +279,6 @@ class _Names:
 
 
 def _abbreviated(dtype: torch.dtype) -> str:
-    """A dtype in short: ``f32``, ``bf16``, ``i64``."""
     name = str(dtype).removeprefix("torch.")
     for long, short in (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i")):
         if name.startswith(long):

@@ -385,7 +385,6 @@ def _slots(base: type) -> Iterable[str]:
 
 
 def _identities(values: Mapping[str, Any]) -> Parts:
-    """Which of the values are one object."""
     first: dict[int, str] = {}
     parts = {}
     for at, value in values.items():

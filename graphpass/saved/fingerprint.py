@@ -100,7 +100,6 @@ def _plain_text(value: Any) -> str:
 
 
 def _state(value: Any) -> str:
-    """What a value of a subclass has besides its items."""
     held = {**getattr(value, "__dict__", {}), "default_factory": getattr(value, "default_factory", None)}
     found = {name: item for name, item in held.items() if item is not None}
     return f" {text_of(found)}" if found and type(value).__module__ != "builtins" else ""
@@ -405,7 +404,6 @@ def class_digests() -> Callable[[type], str]:
 
 @functools.cache
 def _files_of(*packages: str) -> str:
-    """A digest of all Python files of packages."""
     hashed = hashlib.sha256()
     for package in packages:
         module = importlib.import_module(package)

@@ -153,7 +153,6 @@ class SavedGraphs:
         return self._known[file][0]
 
     def _loaded(self, file: str, contents: bytes | Reason) -> Any:
-        """What a file holds, or why it is not used."""
         if file in self._refused:  # guard: saved_refused
             return OTHER_BITS
         try:

@@ -304,7 +304,6 @@ class CapturedKeys:
         return captured
 
     def _captured(self, key: Key) -> CapturedKey:
-        """Capture one key inside an open capture scope."""
         mode, descriptor = key
         model, inputs = self._model, self._inputs.at(self._model.sizes_of(descriptor))
         before, started = self._memory.reading(), time.perf_counter()
@@ -331,7 +330,6 @@ class CapturedKeys:
     def _without_dynamo(
         self, mode: CUDAGraphMode, reached: Reached, recipe: Recipe, inputs: PaddedInputs, result: Any
     ) -> dict[str, Any]:
-        """The fields of a captured key whose steps do not go through Dynamo."""
         leaves, spec = trees.flatten(result)
         if spec != recipe.spec or recipe.sources != leaf_sources(leaves, reached, inputs):
             raise recipe.other_structure(str(spec))
@@ -459,7 +457,6 @@ class CapturedKeys:
                     self._own.add(key)
 
     def _save_used(self) -> None:
-        """Save the sizes with keys of their own that served steps, for the next process."""
         if self._model.used is None:
             return
         own = [(key, captured) for key in self._own if (captured := self._by_key.get(key)) is not None]
@@ -484,7 +481,6 @@ class CapturedKeys:
         return timed_s(step_of(key, captured, None), device, runs=_TIMED_STEPS)
 
     def _room(self) -> int:
-        """Bytes that further graphs for recurring sizes may take."""
         given, device = self._model.settings.graph_bytes, self._inputs.device
         limit = bytes_allowed(given, total_bytes(device), has_ladder=False) or 0
         room = limit - self._shared.num_bytes()

@@ -299,7 +299,6 @@ class CudaGraphManager:
     # -- setting up -------------------------------------------------------------------------------------------------
 
     def _lower_mode(self) -> None:
-        """Lower the dispatcher's mode to one that the attention supports."""
         if self.attention is None:
             return
         query_len = self.dispatcher.uniform_decode_query_len
@@ -327,7 +326,6 @@ class CudaGraphManager:
         return _NextStep(decided.step, self._sizes_of(batch), agreed)
 
     def _asked(self, batch: Batch) -> dict[str, Any]:
-        """The dispatcher's arguments for a batch."""
         extra = batch.extra
         if self.attention is not None:
             # A field without capture sizes has one bound for all keys.
@@ -541,8 +539,6 @@ class UnattendedSteps:
 
 
 class _NextStep(NamedTuple):
-    """What this rank runs in a step."""
-
     decision: Dispatch  #: mode, padded shape and reason
     sizes: Sizes  #: the real size of each key field
     agreed: AgreedStep | None = None  #: the step of all ranks; None without an agreement

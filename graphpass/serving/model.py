@@ -209,7 +209,6 @@ class Model:
         )
 
     def _slot_mapping_of(self, metadata: Any) -> Any:
-        """The metadata's ``slot_mapping``, an attribute or the key of a dict; None without metadata."""
         if metadata is None:
             return None
         try:
@@ -331,7 +330,6 @@ class Model:
         self.runtime.warn(f"every step goes through Dynamo's guards: {why}", why.remedy)
 
     def _learned(self, beyond_one: bool) -> Recipe:
-        """Run the model, and learn its recipe."""
         keys = [key for _, keys in self.dispatcher.capture_plan() for key in keys]
         for key in keys:
             self.sizes_of(key)
@@ -500,7 +498,6 @@ class fields_named:  # noqa: N801 - a context manager, named like one
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and its causes, the latest first."""
     seen: set[int] = set()
     following: BaseException | None = error
     while following is not None and id(following) not in seen:
@@ -527,7 +524,6 @@ def _missing(builder: object, metadata: Any, field: str, place: str) -> ContextE
 
 
 def _written_by(call: ReachedCall) -> list[Any]:
-    """The arguments that a graph writes to."""
     return [call.args[position] for position in call.callable.partition.mutated_inputs]
 
 
