@@ -57,10 +57,6 @@ def _narrow(value: Any, traced: Any) -> Any:
     return value
 
 
-class _NoFloat64Error(Exception):
-    """An operator depends on the type of its arguments."""
-
-
 class _InFloat64(operators.TorchDispatchMode):
     """Gives operators float64 where they get or ask for a narrower type."""
 
@@ -69,9 +65,9 @@ class _InFloat64(operators.TorchDispatchMode):
         leaves, structure = trees.flatten((args, kwargs or {}))
         narrow = any(isinstance(leaf, torch.Tensor) and leaf.dtype in _WIDE for leaf in leaves)
         if not (name.startswith(("aten::", "prims::")) or name in _OWN_OPERATORS):
-            raise _NoFloat64Error(name)
+            raise TypeError(name)  # it depends on the type of its arguments
         if func is torch.ops.aten.view.dtype or (narrow and operators.schema_of(func).is_mutable):
-            raise _NoFloat64Error(name)
+            raise TypeError(name)
         args, kwargs = trees.unflatten([_wide(leaf) for leaf in leaves], structure)
         return trees.map_tensors(_wide, func(*args, **kwargs))
 

@@ -16,7 +16,7 @@ import operator
 import random
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -34,53 +34,22 @@ class SharesWeights:
     """Base class of objects whose weights the :class:`ModelState` of another object already compares."""
 
 
-@dataclass(frozen=True, slots=True)
-class AmbientState:
-    """Settings that select the kernels of a forward. A graph replays the kernels that its capture selected."""
+def _ambient_now(modules: Iterable[torch.nn.Module]) -> dict[str, Any]:
+    """{name: value} of the settings that select the kernels of a forward. A graph replays those of its capture."""
+    devices = ("cpu", "cuda")
+    return {
+        "autocast": [
+            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices
+        ],
+        "matmul_precision": torch.backends.cuda.matmul.fp32_precision == "tf32",
+        "default_dtype": torch.get_default_dtype(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "training": tuple(map(_TRAINING, modules)),
+    }
 
-    #: (device type, whether autocast is enabled, the dtype that it casts to), for each device type
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    matmul_precision: bool  #: whether a GPU may compute float32 matrix products as TF32
-    default_dtype: torch.dtype  #: dtype of new tensors
-    deterministic: bool  #: whether torch uses deterministic algorithms only
-    training: tuple[bool, ...]  #: the ``training`` flag of each module
 
-    @classmethod
-    def now(cls, modules: Sequence[torch.nn.Module]) -> AmbientState:
-        """The current settings, and the training flags of ``modules``."""
-        return cls(
-            autocast=tuple(
-                (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-                for device in ("cpu", "cuda")
-            ),
-            matmul_precision=torch.backends.cuda.matmul.fp32_precision == "tf32",
-            default_dtype=torch.get_default_dtype(),
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-            training=tuple(map(_TRAINING, modules)),
-        )
-
-    def difference(self, other: AmbientState) -> str | None:
-        """The name of the first setting that differs; None if all are equal."""
-        if self == other:
-            return None
-        return next(field.name for field in fields(self) if getattr(self, field.name) != getattr(other, field.name))
-
-    def refuse_change(self, modules: Sequence[torch.nn.Module]) -> None:
-        """Raise if the current settings differ from these."""
-        now = AmbientState.now(modules)
-        name = self.difference(now)
-        if name is not None:
-            raise CaptureError(
-                f"{name} changed since the graphs were captured",
-                expected=self._shown(name, modules),
-                found=now._shown(name, modules),
-                remedy=f"restore {name} before the call, or close() and capture again under the new setting",
-            )
-
-    def _shown(self, name: str, modules: Sequence[torch.nn.Module]) -> str:
-        if name != "training":
-            return str(getattr(self, name))
-        return f"{sum(self.training)} of {len(modules)} modules in training mode"
+def _shown(name: str, value: Any) -> str:
+    return f"{sum(value)} of {len(value)} modules in training mode" if name == "training" else str(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +126,7 @@ class ModelState:
     their addresses. :meth:`of_object` describes a whole object and compares addresses and the number of submodules too.
     """
 
-    ambient: AmbientState  #: settings of torch and training flags
+    ambient: Mapping[str, Any]  #: {name: value} of torch's settings, and the training flags
     modules: tuple[torch.nn.Module, ...]  #: all modules of the model
     slots: DictSlots  #: the module dictionaries with the tensors and submodules
     layouts: Layouts  #: shapes and strides of the tensors
@@ -184,7 +153,7 @@ class ModelState:
         found = {id(plain) for _, _, value in slots for _, plain in plain_tensors(value)}
         if not missing <= found:  # guard: tensors_kept_elsewhere
             return None
-        return cls(AmbientState.now(modules), tuple(modules), DictSlots.of(slots), Layouts(tensors), lambda: True)
+        return cls(_ambient_now(modules), tuple(modules), DictSlots.of(slots), Layouts(tensors), lambda: True)
 
     @classmethod
     def of_object(cls, model: object) -> ModelState:
@@ -205,7 +174,7 @@ class ModelState:
         def has_extent() -> bool:
             return sum(map(len, children)) == count and memory.data_ptrs_equal(tensors, addresses, everywhere)
 
-        return cls(AmbientState.now(modules), modules, slots, Layouts(tensors), has_extent)
+        return cls(_ambient_now(modules), modules, slots, Layouts(tensors), has_extent)
 
     def has_weights(self) -> bool:
         """Whether tensors and submodules are the captured objects, with the same addresses and layouts."""
@@ -213,19 +182,32 @@ class ModelState:
 
     def has_training_flags(self) -> bool:
         """Whether the ``training`` flag of each module is the same as at capture."""
-        return self.ambient.training == tuple(map(_TRAINING, self.modules))
+        return bool(self.ambient["training"] == tuple(map(_TRAINING, self.modules)))
 
     def setting_changed(self) -> str | None:
         """The name of a setting that has changed since the capture, or None."""
-        return self.ambient.difference(AmbientState.now(self.modules))
+        return self._first_other(_ambient_now(self.modules))
+
+    def _first_other(self, now: Mapping[str, Any]) -> str | None:
+        return None if now == self.ambient else next(name for name in now if now[name] != self.ambient[name])
 
     def matches_modules(self, modules: Sequence[torch.nn.Module]) -> bool:
         """Whether all tensors and submodules are the captured objects; raises if a setting or a layout has changed."""
-        self.ambient.refuse_change(modules)  # guard: manager_ambient
+        self._refuse_other(_ambient_now(modules))  # guard: manager_ambient
         if not self.slots.in_place():  # guard: manager_weights
             return False
         self.layouts.refuse_change()  # guard: manager_layouts
         return True
+
+    def _refuse_other(self, now: Mapping[str, Any]) -> None:
+        name = self._first_other(now)
+        if name is not None:
+            raise CaptureError(
+                f"{name} changed since the graphs were captured",
+                expected=_shown(name, self.ambient[name]),
+                found=_shown(name, now[name]),
+                remedy=f"restore {name} before the call, or close() and capture again under the new setting",
+            )
 
 
 def modules_of(model: object) -> tuple[torch.nn.Module, ...]:

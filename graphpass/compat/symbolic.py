@@ -16,6 +16,7 @@ from graphpass.compat import trees
 from graphpass.compat.operators import OpOverload, TorchDispatchMode
 
 _TRACED_SIZE = 7
+NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def fake_mode_of(values: Iterable[Any]) -> Any | None:
@@ -139,14 +140,14 @@ def shape_env_of(values: Iterable[Any]) -> Any | None:
     """The shape environment of the symbolic sizes and fake tensors in ``values``, or None."""
     values = list(values)
     for value in values:
-        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        if isinstance(value, NUMBERS):
             return value.node.shape_env
     return getattr(fake_mode_of(values), "shape_env", None)
 
 
 def expression_of(size: Any) -> sympy.Expr | int | None:
     """The sympy expression of a SymInt, SymFloat or SymBool; an int unchanged; None for anything else."""
-    if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+    if isinstance(size, NUMBERS):
         return size.node.expr
     return size if isinstance(size, int) else None
 

@@ -119,7 +119,7 @@ def _numbers_in(value: Any) -> Iterator[Any]:
         if value.layout is torch.strided:
             yield from value.stride()
             yield value.storage_offset()
-    elif isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+    elif isinstance(value, symbolic.NUMBERS):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:

@@ -71,7 +71,7 @@ def assign(gm: fx.GraphModule, rules: Sequence[SplitRule], facts: GraphFacts) ->
     for (_, nodes), is_trivial in zip(runs, trivial, strict=True):
         if is_trivial and nodes:
             located.update(dict.fromkeys(nodes, ()))
-            located[nodes[0]] = (SplitReason("nothing to capture", _listed(nodes)),)
+            located[nodes[0]] = (SplitReason("nothing to capture", ", ".join(dict.fromkeys(map(display_name, nodes)))),)
     ordered = [node for _, nodes in runs for node in nodes]
     return tuple(
         NodeGroup(
@@ -79,10 +79,6 @@ def assign(gm: fx.GraphModule, rules: Sequence[SplitRule], facts: GraphFacts) ->
         )
         for kind, nodes in _runs(ordered, located)
     )
-
-
-def _listed(nodes: Iterable[fx.Node]) -> str:
-    return ", ".join(dict.fromkeys(display_name(node) for node in nodes))
 
 
 def _reasons(body: Sequence[fx.Node], rules: Sequence[SplitRule]) -> dict[fx.Node, tuple[SplitReason, ...]]:

@@ -83,8 +83,7 @@ def splits_at(ops: Iterable[object]) -> SplitRule:
 
 def unsafe_tag(node: fx.Node) -> SplitReason | None:
     """An operator whose author tagged it ``cudagraph_unsafe``."""
-    tag = getattr(torch.Tag, "cudagraph_unsafe", None)
-    if tag is None or not any(tag in traits.tags for traits in traits_of(node, out=True)):
+    if not any(torch.Tag.cudagraph_unsafe in traits.tags for traits in traits_of(node, out=True)):
         return None
     text = f"{display_name(node)} is tagged cudagraph_unsafe"
     return SplitReason("unsafe tag", text, remedy="use an operator without that tag")

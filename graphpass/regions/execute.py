@@ -5,7 +5,7 @@ The graph does not change, and the shape environment of the fake mode gains no g
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -51,9 +51,12 @@ def value_of(argument: Any) -> Any:
     return symbolic.example_value(argument) if is_known else None
 
 
-def are_fake(values: Iterable[Any]) -> bool:
-    """Whether there are tensors without contents among these."""
-    return symbolic.fake_mode_of(values) is not None
+def call_for(source: fx.Node, target: Any, args: tuple[Any, ...], value: Any) -> fx.Node:
+    """A new call with this value, for the same line of the user's code as the node ``source``."""
+    node = source.graph.call_function(target, args)
+    node.meta = {key: source.meta[key] for key in ("stack_trace", "nn_module_stack") if key in source.meta}
+    node.meta["example_value"] = value
+    return node
 
 
 def values_at(node: fx.Node) -> list[Any]:

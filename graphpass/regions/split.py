@@ -26,7 +26,7 @@ from graphpass.regions.analysis import (
 )
 from graphpass.regions.assign import Region, assign, build_regions, written_positions
 from graphpass.regions.eagerrules import DEFAULT_RULES, SplitRule, splits_at
-from graphpass.regions.execute import value_of
+from graphpass.regions.execute import call_for, value_of
 from graphpass.regions.stitch import Stitching, dump_partition
 from graphpass.regions.symbols import GraphInput, graph_inputs, layout_inputs
 
@@ -42,9 +42,6 @@ class Partition:
     mutated_inputs: tuple[int, ...]  #: positions in ``inputs`` of the tensors whose storage the graph writes to
     layout_inputs: tuple[int, ...]  #: positions in ``inputs`` of numbers that are only strides and offsets of others
     source: str  #: the Python source of ``stitched``
-    #: Symbolic shape of each output leaf in pytree order; None for leaves that are no tensors.
-    output_shapes: tuple[tuple[sympy.Expr | int, ...] | None, ...]
-    symbolic_numbers: tuple[int, ...]  #: positions of the output leaves that are numbers computed from symbolic sizes
     #: (name, metadata) of each output leaf in pytree order; the name is "" for a constant
     output_values: tuple[tuple[str, Any], ...]
     _stitching: Stitching
@@ -128,7 +125,6 @@ def partition(
     placeholders = [node for node in whole.graph.nodes if node.op == "placeholder"]
     written = frozenset[int]().union(*facts.writes.values())
     outputs = whole.graph.output_node().args[0]
-    leaves = trees.flatten(fx.map_arg(outputs, value_of))[0]
     return Partition(
         regions=regions,
         stitched=stitching.bind({region.name: region.graph_module for region in regions}),
@@ -136,10 +132,6 @@ def partition(
         mutated_inputs=written_positions(placeholders, written),
         layout_inputs=layout_inputs(whole.graph),
         source=stitching.source(),
-        output_shapes=tuple(map(_shape, leaves)),
-        symbolic_numbers=tuple(
-            p for p, leaf in enumerate(leaves) if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool))
-        ),
         output_values=tuple(
             (leaf.name if isinstance(leaf, fx.Node) else "", value_of(leaf)) for leaf in trees.flatten(outputs)[0]
         ),
@@ -191,12 +183,6 @@ class _Uncompiled(fx.GraphModule):
         return None
 
 
-def _shape(value: Any) -> tuple[sympy.Expr | int, ...] | None:
-    if not isinstance(value, torch.Tensor):
-        return None
-    return tuple(expression for size in value.shape if (expression := symbolic.expression_of(size)) is not None)
-
-
 def sizes_as_symbols(graph: fx.Graph, fixed: bool) -> None:
     """Replace every use of a ``torch.Size`` value by a tuple with one number per dimension."""
     symbols = symbol_placeholders(graph)
@@ -219,16 +205,8 @@ def _dimensions(size: fx.Node, symbols: Mapping[sympy.Symbol, fx.Node], fixed: b
             elif expression in symbols:
                 dimensions.append(symbols[expression])
             else:
-                dimensions.append(_call(target, (source, position), length, of=size))
+                dimensions.append(call_for(size, target, (source, position), length))
     return tuple(dimensions)
-
-
-def _call(target: Any, args: tuple[Any, ...], value: Any, *, of: fx.Node) -> fx.Node:
-    """A new call with this value, for the same line of the user's code as the node ``of``."""
-    node = of.graph.call_function(target, args)
-    node.meta = {key: of.meta[key] for key in ("stack_trace", "nn_module_stack") if key in of.meta}
-    node.meta["example_value"] = value
-    return node
 
 
 def _replace_size(size: fx.Node, dimensions: tuple[Any, ...], done: dict[fx.Node, tuple[Any, ...]]) -> None:
@@ -261,7 +239,7 @@ def _product(before: fx.Node, factors: tuple[Any, ...]) -> Any:
             if isinstance(product, int) and (product == 1 or isinstance(factor, int)):
                 product = factor if product == 1 else product * factor
                 continue
-            product = _call(operator.mul, (product, factor), value_of(product) * value_of(factor), of=before)
+            product = call_for(before, operator.mul, (product, factor), value_of(product) * value_of(factor))
     return product
 
 
@@ -276,7 +254,7 @@ def _substitute(user: fx.Node, old: fx.Node, new: Any) -> None:
 def _rebuild_for_output(output: fx.Node, old: fx.Node, kind: type, items: Any) -> None:
     """Replace ``old`` in the output by a call of ``kind`` on its items, which the stitched code makes."""
     with output.graph.inserting_before(output):
-        rebuilt = _call(kind, tuple(items) if hasattr(kind, "_fields") else (items,), value_of(old), of=old)
+        rebuilt = call_for(old, kind, tuple(items) if hasattr(kind, "_fields") else (items,), value_of(old))
     rebuilt.meta[REBUILT] = True
     _substitute(output, old, rebuilt)
 
@@ -297,7 +275,7 @@ def tuples_unpacked(graph: fx.Graph) -> None:
 
 def _items(source: fx.Node, value: Any) -> Any:
     with source.graph.inserting_before(source.next):
-        nodes = [_call(operator.getitem, (source, at), item, of=source) for at, item in enumerate(value)]
+        nodes = [call_for(source, operator.getitem, (source, at), item) for at, item in enumerate(value)]
     items = [_items(node, item) if is_tuple(item) else node for node, item in zip(nodes, value, strict=True)]
     return tuple(items) if isinstance(value, tuple) else items
 

@@ -53,11 +53,7 @@ class Stitching:
     def bind(
         self, callees: Mapping[str, Callable[..., Any]], fixed: Mapping[str, Sequence[Any]] | None = None
     ) -> Callable[..., Any]:
-        """The generated function with ``callees``, one for each region name; code is compiled once.
-
-        The regions in ``fixed`` return the same objects in every call: they are called without arguments, and what
-        reads their outputs reads these objects.
-        """
+        """See :meth:`graphpass.regions.Partition.bind`."""
         names = [region.name for region in self._regions]
         if callees.keys() != set(names):
             raise PartitionError(
@@ -222,7 +218,7 @@ class _Names:
     def type_of(self, value: Any) -> str:
         if isinstance(value, torch.Tensor):
             return f"{_abbreviated(value.dtype)}{self._sizes(value.shape)}{self._place(value)}"
-        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        if isinstance(value, symbolic.NUMBERS):
             return f"Sym({self._symbolic(value)})"
         if isinstance(value, (tuple, list)):
             return f"({', '.join(map(self.type_of, value))})"

@@ -20,7 +20,7 @@ from torch import fx
 from graphpass.compat import dynamo, symbolic
 from graphpass.compat.subclasses import Path, Rebuild, is_wrapper, plain_tensors, rebuild_of
 from graphpass.regions.analysis import CALLS, RECOMPUTED, refused_wrapper, symbol_placeholders
-from graphpass.regions.execute import value_of
+from graphpass.regions.execute import call_for, value_of
 
 _SIZES = ((torch.ops.aten.sym_size.int, torch.Tensor.size), (torch.ops.aten.sym_stride.int, torch.Tensor.stride))
 
@@ -131,9 +131,8 @@ def _size(node: fx.Node, plain: Sequence[fx.Node], size: torch.SymInt) -> fx.Nod
 
 def _made(source: fx.Node, target: Any, args: tuple[Any, ...], value: Any, *, repeated: bool) -> fx.Node:
     """A call for the line of ``source``; a repeated one is made by each region that uses it."""
-    node = source.graph.call_function(target, args)
-    node.meta = {key: source.meta[key] for key in ("stack_trace", "nn_module_stack") if key in source.meta}
-    node.meta |= {"example_value": value, RECOMPUTED: repeated}
+    node = call_for(source, target, args, value)
+    node.meta[RECOMPUTED] = repeated
     return node
 
 

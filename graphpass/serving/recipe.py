@@ -204,7 +204,10 @@ def cuts_of(leaves: Sequence[Any], reached: Reached, inputs: PaddedInputs) -> tu
         followed.symbols_of(call)
     numbers: list[Any] = [size for size in inputs.sizes.values() if size > 1]
     if numbers:  # otherwise no smaller batch could be padded
-        numbers += [call.outputs[position] for call in reached for position in call.callable.partition.symbolic_numbers]
+        returned = (
+            pair for call in reached for pair in zip(call.outputs, call.callable.partition.output_values, strict=True)
+        )
+        numbers += [output for output, (_, traced) in returned if isinstance(traced, symbolic.NUMBERS)]
     cuts: list[Dims] = []
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
@@ -272,10 +275,10 @@ class FollowedSizes:
         static = {id(call.args[position]) for position in call.callable.static}
         self.dims.update({key: {} for key in static - self.dims.keys()})
         symbols = self._symbols(call)
-        shapes = call.callable.partition.output_shapes if call.outputs else ()  # none before the call has returned
-        for output, shape in zip(call.outputs, shapes, strict=True):
+        # There are no outputs before the call has returned.
+        for output, (_, traced) in zip(call.outputs, call.callable.partition.output_values, strict=bool(call.outputs)):
             if isinstance(output, torch.Tensor) and id(output) not in self.dims:
-                self.dims[id(output)] = _dims_by_symbol(shape or (), symbols)
+                self.dims[id(output)] = _dims_by_symbol(list(map(symbolic.expression_of, traced.shape)), symbols)
         return symbols
 
     def _symbols(self, call: ReachedCall) -> GraphSymbols:

@@ -373,6 +373,6 @@ def test_a_value_may_be_called_like_a_region(name: str) -> None:
     torch.testing.assert_close(split.stitched(value), (F.softmax(value + 1, -1), 2.5))
 
 
-def test_output_shapes_are_in_pytree_order() -> None:
+def test_output_values_are_in_pytree_order() -> None:
     split = split_of(lambda x: {"b": F.softmax(x, -1), "a": (x[0], None, 3)})
-    assert split.output_shapes == ((4, 4), (4,), None, None)
+    assert [getattr(value, "shape", None) for _, value in split.output_values] == [(4, 4), (4,), None, None]
