@@ -339,14 +339,8 @@ def run(
 ) -> Any:
     """Serve one call while holding the pool; None, with nothing done, if its graph is not current any more.
 
-    Args:
-        served: what serves calls of this size.
-        given: the call's inputs, as ``served.inputs`` and ``served.results`` take them.
-        lease: the pool.
-        who: the front, for errors.
-        context: the forward context that the graph runs under; None if it reads none.
-        reads: what of the context is compared with the capture; None: all that the graph reads.
-        is_filled: the buffers have the inputs and their padding already.
+    ``reads`` of the context are compared with the capture, by default all that the graph reads. ``is_filled`` says that
+    the buffers have the inputs and their padding already.
     """
     leaves, plan = served.inputs.placed(given), served.plan
     assert plan is not None, "a size without a plan is replayed by its front"

@@ -81,13 +81,9 @@ class ReachedCall:
 class CallObserver:
     """Sees the calls of a runtime's graphs in forwards whose context names it; it gives no permission to capture.
 
-    Args:
-        runtime: of the graphs.
-        entering: called before a graph runs or is captured, with the calls so far and this one, which has not returned;
-            an error prevents it.
-        prepare: restores what the model reads besides its arguments, before the recording of each FULL capture.
-        keep_results: the flat outputs of a FULL graph, of those in its warm-up and recording; it may copy them out of
-            the pool.
+    ``entering`` is called before a graph runs or is captured, with the calls so far and this one, and may prevent it.
+    ``prepare`` restores what the model reads besides its arguments, before the recording of each FULL capture.
+    ``keep_results`` may copy the flat outputs of a FULL graph, in its warm-up and recording, out of the pool.
     """
 
     def __init__(

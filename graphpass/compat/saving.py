@@ -168,11 +168,7 @@ def _with_code(make: Callable[..., fx.GraphModule], data: Any, state: Any) -> fx
 
 
 def dumps(record: Any) -> bytes:
-    """A record with graphs, fake tensors and artifacts as bytes, for :func:`loads`.
-
-    Raises:
-        CannotSaveError: it holds something that another process cannot have.
-    """
+    """A record with graphs, fake tensors and artifacts as bytes, for :func:`loads`."""
     from torch.fx._graph_pickler import Options
 
     options = Options(ops_filter=None, node_metadata_key_filter=_META.__contains__)

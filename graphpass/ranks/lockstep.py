@@ -38,12 +38,7 @@ class Lockstep:
 
     @contextlib.contextmanager
     def capturing(self, what: str = "the capture of a manager") -> Iterator[None]:
-        """A capture on all ranks, which ends together. Every rank enters it for the same ``what``.
-
-        Raises:
-            CaptureError: another rank could not capture; this rank's capture has to be undone.
-            AgreementError: another rank makes other calls, has ended, or failed between its collectives.
-        """
+        """A capture on all ranks, which ends together. Every rank enters it for the same ``what``."""
         outer = self._what, self._passed
         self._what, self._passed = what, 0
         try:

@@ -47,11 +47,7 @@ class WrappedTensors:
 
 
 def unwrapped(graph: fx.Graph) -> WrappedTensors | None:
-    """Replace each wrapper in a graph that Dynamo traced by the tensors in it; None if there is none.
-
-    Raises:
-        PartitionError: a size of a wrapper cannot be read from an input, or a wrapper is inside of a result.
-    """
+    """Replace each wrapper in a graph that Dynamo traced by the tensors in it; None if there is none."""
     reads: list[tuple[int, Callable[[Any], Any] | None]] = []
     for position, node in enumerate(graph.find_nodes(op="placeholder")):
         is_under_way = hasattr(value_of(node), "trigger_wait")  # the result of a collective

@@ -273,11 +273,7 @@ def names_of(traced: Iterable[types.CodeType]) -> tuple[str, ...]:
 
 
 def guarded(guards: Iterable[saving.ModelGuard]) -> Parts:
-    """What each guard on the model and on global variables checks.
-
-    Raises:
-        CannotSaveError: an argument has no text.
-    """
+    """What each guard on the model and on global variables checks."""
     found: dict[str, list[str]] = {}
     for guard in guards:
         given = "".join(f" {text_of(value)}" for value in guard.arguments)
@@ -301,9 +297,6 @@ def assumed(
         values: {expression: value} of what they read.
         names: of the traced code, by which it may ask whether something is there.
         modules: the Python modules from which functions were traced.
-
-    Raises:
-        CannotSaveError: a guard stands for all of a value that has no text.
     """
     digest_of = class_digests()
     whole = {guard.expression for guard in guards if not {*guard.kinds} <= _OF_A_PART}

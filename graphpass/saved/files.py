@@ -45,9 +45,6 @@ class SavedFiles:
 
     Args:
         path: the directory; it is made at the first write, for its owner alone.
-
-    Raises:
-        OptionError: it is no directory, or somebody else can write to it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -146,13 +143,7 @@ class SavedFiles:
 
 
 class UsedKeys:
-    """The undeclared keys of one graph that served calls of an earlier process: it had time to find out which recur.
-
-    Args:
-        files: the directory.
-        name: the name of the graph's file.
-        parts: what the graph was saved with.
-    """
+    """The undeclared keys of one graph that served calls of an earlier process: it had time to find out which recur."""
 
     def __init__(self, files: SavedFiles, name: str, parts: Parts) -> None:
         self._files, self._name, self._parts = files, name, parts

@@ -61,11 +61,7 @@ def _short(text: str) -> str:
 
 
 def digest(*values: Any) -> str:
-    """A digest of values that is the same in every process.
-
-    Raises:
-        CannotSaveError: a value has no such text.
-    """
+    """A digest of values that is the same in every process."""
     try:
         return hashlib.sha256("\n".join(map(text_of, values)).encode()).hexdigest()
     except RecursionError as error:
@@ -73,11 +69,7 @@ def digest(*values: Any) -> str:
 
 
 def text_of(value: Any) -> str:
-    """All of a value as text.
-
-    Raises:
-        CannotSaveError: it holds an object that is itself and nothing else, such as a tensor.
-    """
+    """All of a value as text."""
     for kinds, text in _TEXTS:
         if isinstance(value, kinds):
             return text(value)
@@ -287,9 +279,6 @@ def implementations(of: Iterable[Any]) -> Parts:
     """The Python code behind each custom operator, or class that wraps tensors, among the targets of a graph's nodes.
 
     ``of`` may also have the names of saved parts.
-
-    Raises:
-        CannotSaveError: a compiler looks into an operator whose code torch does not hand out.
     """
     of = list(of)
     packages = {kind.__module__.partition(".")[0] for op in of if isinstance(op, Rebuild) for kind in op.kinds()}

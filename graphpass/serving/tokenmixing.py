@@ -47,11 +47,6 @@ def proved_uncompiled(model: Any, inputs: PaddedInputs, declared: Collection[Any
     """Prove by a trace that only ops in ``declared`` combine tokens; None if that fails, or others may.
 
     None also for a model that writes to an input or to its state: what is copied back is learned from compiled graphs.
-
-    Args:
-        model: the model, called with the tensors of ``inputs`` in a forward context that the caller has entered.
-        inputs: example inputs.
-        declared: names of ops.
     """
     if not isinstance(model, torch.nn.Module):
         return None
