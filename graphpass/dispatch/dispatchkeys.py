@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from graphpass.dispatch.grid import Extra, KeyLimits, SizeGrid
+from graphpass.dispatch.grid import Extra, KeyLimits, SizeGrid, without
 from graphpass.errors import DispatchError, positive
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 
@@ -111,8 +111,8 @@ class Key:
     def of(cls, mode: CUDAGraphMode, descriptor: BatchDescriptor, grid: SizeGrid) -> Key:
         """The key of a descriptor, which must name each field of the sizes."""
         fields = grid.fields(descriptor)
-        rest = tuple(sorted((pair for pair in descriptor.extra if pair[0] not in fields), key=lambda pair: pair[0]))
-        return cls(mode, descriptor, tuple(fields.values()), (descriptor.num_active_loras, rest))
+        identity = descriptor.num_active_loras, without(fields, descriptor.extra)
+        return cls(mode, descriptor, tuple(fields.values()), identity)
 
     @property
     def route(self) -> tuple[CUDAGraphMode, bool]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -118,9 +118,7 @@ class SizeGrid:
         """Split the numbers of a batch into (field name -> size, the other pairs of ``extra`` in order of name)."""
         named = _named(extra, num_tokens, num_reqs)
         sizes = {name: self._count(named, name) for name in self.sizes}
-        return sizes, tuple(
-            sorted((pair for pair in dict(extra).items() if pair[0] not in sizes), key=lambda pair: pair[0])
-        )
+        return sizes, without(sizes, extra)
 
     def _count(self, named: Mapping[str, object], name: str) -> int:
         try:
@@ -136,6 +134,11 @@ class SizeGrid:
                 remedy=f"pass {where}",
             )
         return count
+
+
+def without(fields: Collection[str], extra: Extra) -> Extra:
+    """The pairs of ``extra`` that are no sizes of ``fields``, sorted by name."""
+    return tuple(sorted((pair for pair in extra if pair[0] not in fields), key=lambda pair: pair[0]))
 
 
 def _checked_sizes(sizes: Iterable[int], name: str) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from graphpass.dispatch.dispatcher import CudagraphDispatcher
 from graphpass.dispatch.dispatchkeys import Dispatch, DispatchReason
-from graphpass.dispatch.grid import Extra
+from graphpass.dispatch.grid import Extra, without
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 
 MAX_FIELDS = 8
@@ -101,12 +101,7 @@ class AgreedStep:
 
 def extras_of(dispatcher: CudagraphDispatcher) -> tuple[Extra, ...]:
     """The distinct ``extra`` of all keys without size fields, in an order that depends only on the keys."""
-    fields = set(dispatcher.capture_fields)
-    distinct = {
-        tuple(sorted((pair for pair in key.extra if pair[0] not in fields), key=lambda pair: pair[0]))
-        for keys in dispatcher.keys.values()
-        for key in keys
-    }
+    distinct = {without(dispatcher.capture_fields, key.extra) for keys in dispatcher.keys.values() for key in keys}
     return ((), *sorted(distinct - {()}, key=repr))
 
 
