@@ -11,8 +11,8 @@ import torch
 
 from graphpass.capture.runtime import runtime_of
 from graphpass.cli.usermodel import Program, Result, users_code
-from graphpass.compat import symbolic
 from graphpass.errors import OptionError
+from graphpass.regions.execute import are_fake
 from graphpass.report import Problem
 from graphpass.report.drawing import Heading, Part, Table, listed
 from graphpass.report.figures import graph_figures
@@ -49,7 +49,7 @@ def _without_kernels(program: Program, options: Mapping[str, Any]) -> str:
     """The compiler that pads as the options' does; AOTAutograd takes no model of fake tensors."""
     state = program.model.state_dict() if isinstance(program.model, torch.nn.Module) else {}
     values = [*program.args, *program.kwargs.values(), *state.values()]
-    return "eager" if symbolic.fake_mode_of(values) is not None or options.get("compiler") == "eager" else "aot_eager"
+    return "eager" if are_fake(values) or options.get("compiler") == "eager" else "aot_eager"
 
 
 @contextlib.contextmanager

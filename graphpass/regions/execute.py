@@ -59,6 +59,11 @@ def call_for(source: fx.Node, target: Any, args: tuple[Any, ...], value: Any) ->
     return node
 
 
+def are_fake(values: Iterable[Any]) -> bool:
+    """Whether there are tensors without contents among these."""
+    return symbolic.fake_mode_of(values) is not None
+
+
 def values_at(node: fx.Node) -> list[Any]:
     """The value of a node and those of its arguments."""
     return [value_of(node), *map(value_of, node.all_input_nodes)]
