@@ -50,7 +50,7 @@ from graphpass.regions.floats import FloatInputs, floats_as_tensors
 from graphpass.regions.openmasks import without_open_masks
 from graphpass.regions.split import Partition, partition, uncompiled_copy
 from graphpass.regions.symbols import graph_inputs
-from graphpass.regions.tensorlists import ListInputs, lists_as_entries
+from graphpass.regions.tensorlists import ListEntries, emptied_before, lists_as_entries
 from graphpass.regions.wrappertensors import WrappedTensors, unwrapped
 from graphpass.report.records import LOADED, WARM_START, CallableRecord, CompileSeconds
 from graphpass.saved.files import SEE_SAVED, UsedKeys
@@ -110,7 +110,7 @@ def backend(
     made = made or _captured(name, traced, runtime, settings, aliases)
     if traced.key is not None:
         cache[traced.key] = made
-    return _of_runtime(runtime, traced.lists.emptied_before(traced.floats.moved_before(made)))
+    return _of_runtime(runtime, emptied_before(traced.lists, traced.floats.moved_before(made)))
 
 
 def _captured(
@@ -284,7 +284,7 @@ class _Traced:
     """A copy of Dynamo's graph, ready to be partitioned."""
 
     whole: fx.GraphModule  #: the copy, without unused tensor inputs and with appended ones
-    lists: ListInputs  #: Dynamo's arguments that are lists; all else counts their entries as arguments
+    lists: ListEntries  #: Dynamo's arguments that are lists; all else counts their entries as arguments
     floats: FloatInputs  #: the Python floats among the arguments
     wrapped: WrappedTensors | None  #: the tensors that wrap others; all else counts the tensors in them
     used: list[int]  #: positions of the remaining inputs among the arguments of a call
@@ -309,7 +309,7 @@ class _Traced:
         if settings.warm_start is not None:
             identity = GraphIdentity.of(whole, ends_early, side_effects, settings)
         used = _drop_unread_inputs(whole)
-        if not lists.entries and wrapped is None and dynamo.pass_only(graph_module.graph, used):
+        if not lists and wrapped is None and dynamo.pass_only(graph_module.graph, used):
             floats, used = floats.among(used), list(range(len(used)))
         attributes = lift_attributes(whole, dynamo.attribute_sources(graph_module))  # guard: attributes_undone
         made = append_made(whole.graph) if settings.dispatches_itself() and key is not None else None

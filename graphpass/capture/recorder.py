@@ -12,7 +12,7 @@ import time
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -62,58 +62,62 @@ _FULL_HOLDS_IT = (
 # -- the call ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class InputRoles:
-    """The roles that a wrapper's creator declared; each argument is a position or a keyword's name."""
-
-    static: frozenset[int | str]  #: arguments whose address a graph may bake in
-    mutated: frozenset[int | str]  #: arguments that the region writes to
-    module_owned: frozenset[int | str]  #: static arguments that a module owns; graphs do not keep their memory
-    layout: frozenset[int | str]  #: numbers that describe the memory layout of tensors
-    names: tuple[str, ...]  #: a name for each positional argument, for errors
+Roles: TypeAlias = Collection[int | str]
+"""Arguments that have a role, each a position or a keyword's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The arguments of one call as flat leaves, and the flat positions of each role of :class:`InputRoles`."""
+    """The arguments of one call as flat leaves, and the flat positions of each role that a wrapper's creator declared."""
 
     leaves: Sequence[Any]  #: all values in the arguments, in order
     spec: Any  #: the structure that turns leaves back into ``(args, kwargs)``; later calls compare with this object
     names: tuple[str, ...]  #: a readable name for each leaf
-    static: frozenset[int]
-    mutated: frozenset[int]
-    module_owned: frozenset[int]
-    layout: frozenset[int]
+    static: frozenset[int]  #: tensors whose address a graph may bake in
+    mutated: frozenset[int]  #: tensors that the region writes to
+    module_owned: frozenset[int]  #: static tensors that a module owns; graphs do not keep their memory
+    layout: frozenset[int]  #: numbers that describe the memory layout of tensors
 
     @classmethod
-    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any], roles: InputRoles, *, spec: Any) -> Call:
-        """The call with ``args`` and ``kwargs``, whose structure is ``spec``."""
+    def of(
+        cls,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        spec: Any,
+        static: Roles,
+        mutated: Roles,
+        module_owned: Roles,
+        layout: Roles,
+        names: Sequence[str],
+    ) -> Call:
+        """The call with ``args`` and ``kwargs``, whose structure is ``spec``; ``names`` are those of ``args``."""
         leaves: list[Any] = []
-        names: list[str] = []
+        leaf_names: list[str] = []
         positions: dict[int | str, range] = {}
         arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-        stems = [*roles.names[: len(args)], *map(str, range(len(roles.names), len(args))), *kwargs]
+        stems = [*names[: len(args)], *map(str, range(len(names), len(args))), *kwargs]
         for (argument, value), stem in zip(arguments, stems, strict=True):
             own = trees.flatten(value)[0]
-            names += [stem] if len(own) == 1 else [f"{stem}[{index}]" for index in range(len(own))]
+            leaf_names += [stem] if len(own) == 1 else [f"{stem}[{index}]" for index in range(len(own))]
             positions[argument] = range(len(leaves), len(leaves) + len(own))
             leaves += own
         tensors = {p for p, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
 
-        def of_role(arguments: Collection[int | str]) -> frozenset[int]:
+        def of_role(arguments: Roles) -> frozenset[int]:
             return frozenset(p for argument in arguments for p in positions.get(argument, ()))
 
         parameters = {p for p in tensors if isinstance(leaves[p], torch.nn.Parameter)}
         marked = {p for p in tensors if memory.has_static_address(leaves[p])}
-        owned = (of_role(roles.module_owned) & tensors) | parameters
+        owned = (of_role(module_owned) & tensors) | parameters
         return cls(
             leaves=leaves,
             spec=spec,
-            names=tuple(names),
-            static=(of_role(roles.static) & tensors) | owned | marked,
-            mutated=of_role(roles.mutated) & tensors,
+            names=tuple(leaf_names),
+            static=(of_role(static) & tensors) | owned | marked,
+            mutated=of_role(mutated) & tensors,
             module_owned=owned,
-            layout=of_role(roles.layout),
+            layout=of_role(layout),
         )
 
     def sharing(self, positions: Collection[int]) -> frozenset[int]:

@@ -17,13 +17,13 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from graphpass.capture.compare import compared
-from graphpass.capture.recorder import Call, InputRoles, Recorder
+from graphpass.capture.recorder import Call, Recorder, Roles
 from graphpass.capture.replay import (
     EntryTable,
     GraphEntry,
@@ -85,10 +85,10 @@ class CUDAGraphWrapper:
         *,
         runtime: GraphRuntime,
         name: str | RegionId,
-        static_inputs: Collection[int | str] = (),
-        mutated_inputs: Collection[int | str] = (),
-        module_inputs: Collection[int | str] = (),
-        layout_inputs: Collection[int | str] = (),
+        static_inputs: Roles = (),
+        mutated_inputs: Roles = (),
+        module_inputs: Roles = (),
+        layout_inputs: Roles = (),
         input_names: Sequence[str] = (),
         policy: CapturePolicy | None = None,
     ) -> None:
@@ -105,11 +105,12 @@ class CUDAGraphWrapper:
         self._runtime = runtime
         self.region = name if isinstance(name, RegionId) else RegionId(name)
         self.name = str(self.region)
-        self._roles = InputRoles(
-            static=frozenset(static_inputs),
-            mutated=frozenset(mutated_inputs),
-            module_owned=frozenset(module_inputs),
-            layout=frozenset(layout_inputs),
+        self._call_of = functools.partial(
+            Call.of,
+            static=tuple(static_inputs),
+            mutated=tuple(mutated_inputs),
+            module_owned=tuple(module_inputs),
+            layout=tuple(layout_inputs),
             names=tuple(input_names),
         )
         self._policy = policy or CapturePolicy()
@@ -250,7 +251,7 @@ class CUDAGraphWrapper:
             return elsewhere, None
         args, kwargs = trees.unflatten(leaves, spec)
         try:
-            return self._capture(context, descriptor, Call.of(args, kwargs, self._roles, spec=spec), permission)
+            return self._capture(context, descriptor, self._call_of(args, kwargs, spec=spec), permission)
         except Exception as error:
             is_alone = not isinstance(error, AgreementError)  # else the other ranks are elsewhere
             if permission is not Permission.AUTOMATIC or self.mode is CUDAGraphMode.FULL or not is_alone:

@@ -19,7 +19,7 @@ import pickle
 import re
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -362,23 +362,24 @@ ABSENT = type("Absent", (), {})()
 """The value of an expression that has none."""
 
 
-class Expressions:
-    """Evaluates the expressions of guards on the model and on global variables."""
+def values_of(expressions: Iterable[str], call: TracedCall, function: Callable[..., Any]) -> dict[str, Any]:
+    """{expression of a guard on the model or on global variables: its value, or :data:`ABSENT`}."""
+    from torch._dynamo.guards import _get_closure_vars
 
-    def __init__(self, call: TracedCall, function: Callable[..., Any]) -> None:
-        from torch._dynamo.guards import _get_closure_vars
-
-        bind_modules(call, function)
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        self._scope = {**_get_closure_vars(), "L": {n: cell.cell_contents for n, cell in cells}}
-        self._scope["G"] = function.__globals__
-
-    def value(self, expression: str) -> Any:
-        """The value of an expression, or :data:`ABSENT`."""
+    bind_modules(call, function)
+    scope = {**_get_closure_vars(), "L": _closure_of(function), "G": function.__globals__}
+    values = {}
+    for expression in expressions:
         try:
-            return eval(expression, self._scope)
+            values[expression] = eval(expression, scope)
         except Exception:
-            return ABSENT
+            values[expression] = ABSENT
+    return values
+
+
+def _closure_of(function: Callable[..., Any]) -> dict[str, Any]:
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell.cell_contents for name, cell in cells}
 
 
 def bind_modules(call: TracedCall, function: Callable[..., Any]) -> None:
@@ -401,23 +402,17 @@ def setting_that_differs(call: TracedCall) -> str | None:
     return None if state.check() else str(state.reason()).strip()
 
 
-@dataclass(frozen=True, slots=True)
-class Rebuilt:
-    """The guards of a call over the model and the global variables that are there now."""
+def rebuilt(function: Callable[..., Any], call: TracedCall) -> tuple[Any, list[ModelGuard]]:
+    """Torch's tree of the guards of a call, made anew, and those on the model and on global variables.
 
-    manager: Any  #: torch's tree of guards
-    of_model: list[ModelGuard]
-
-
-def rebuilt(function: Callable[..., Any], call: TracedCall) -> Rebuilt:
-    """Make the guards of a call anew. Those on the model and on global variables compare with what these are now."""
+    These compare with what the model and the variables are now.
+    """
     from torch._dynamo.guards import CheckFunctionManager
     from torch._dynamo.output_graph import OutputGraphCommon
     from torch._dynamo.package import load_guards_state
 
     scope, state = function.__globals__, load_guards_state(call.guards)
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    local = {**state.output_graph.local_scope, **{name: cell.cell_contents for name, cell in cells}}
+    local = {**state.output_graph.local_scope, **_closure_of(function)}
     for name, marks in call.marks.items():
         for leaf, named in zip(tree_leaves(local.get(name)), marks, strict=False):
             for mark, value in named.items():
@@ -427,7 +422,7 @@ def rebuilt(function: Callable[..., Any], call: TracedCall) -> Rebuilt:
     output = dataclasses.replace(state.output_graph, local_scope=local, global_scope=scope, _guards=guards)
     parts = {"shape_code_parts": state.shape_code_parts, "runtime_global_scope": scope}
     manager = CheckFunctionManager(function.__code__, OutputGraphCommon(output), **parts).guard_manager
-    return Rebuilt(manager, list(map(_model_guard, live)))
+    return manager, list(map(_model_guard, live))
 
 
 def _model_guard(guard: Any) -> ModelGuard:
@@ -443,12 +438,12 @@ def _model_guard(guard: Any) -> ModelGuard:
     return ModelGuard(kinds, _name_of(guard), plain, code)
 
 
-def install_call(function: Callable[..., Any], call: TracedCall, guards: Rebuilt, graph: Callable[..., Any]) -> None:
+def install_call(function: Callable[..., Any], call: TracedCall, guards: Any, graph: Callable[..., Any]) -> None:
     """Let a function run a traced call, as if Dynamo had just traced it; other calls are traced as ever."""
     from torch._C._dynamo.eval_frame import _load_precompile_entry
 
     function.__globals__[call.graph] = torch._dynamo.disable(graph)
-    _load_precompile_entry(function.__code__, guards.manager, marshal.loads(call.code))
+    _load_precompile_entry(function.__code__, guards, marshal.loads(call.code))
 
 
 def implementations_of(op: str) -> list[Callable[..., Any]] | None:

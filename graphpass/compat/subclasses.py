@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -60,18 +61,13 @@ def plain_state(module: torch.nn.Module, *, recurse: bool = True) -> dict[str, t
     return {".".join((name, *path)): part for name, tensor in named for path, part in plain_tensors(tensor)}
 
 
-@dataclass(frozen=True, slots=True)
-class VaryingSize:
-    """Stands in the metadata of a wrapper for a size that differs from call to call."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Rebuild:
     """Makes a wrapper from the plain tensors in it and the sizes that differ from call to call."""
 
     kind: Any  #: the wrapper's class
     parts: tuple[tuple[str, Any], ...]  #: each attribute with what makes it; None for a tensor that is given
-    metadata: Any  #: (the class's own metadata, size, strides)
+    metadata: Any  #: (the class's own metadata, size, strides), with ``...`` for sizes that differ from call to call
     num_sizes: int  #: how many sizes are given, after the tensors of all parts
 
     @property
@@ -106,7 +102,7 @@ class Rebuild:
             made[name] = next(given) if how is None else how._from(given) if isinstance(how, Rebuild) else how
         metadata = self.metadata
         if self.num_sizes:
-            metadata = trees.map_only(VaryingSize, lambda _: next(given), metadata)
+            metadata = trees.map_only(EllipsisType, lambda _: next(given), metadata)
         return self.kind.__tensor_unflatten__(made, *metadata)
 
 
@@ -122,9 +118,9 @@ def rebuild_of(wrapper: Any, given: list[Any]) -> Rebuild:
         parts.append((name, how))
     num_before = len(given)
 
-    def varying(size: torch.SymInt) -> VaryingSize:
+    def varying(size: torch.SymInt) -> EllipsisType:
         given.append(size)
-        return VaryingSize()
+        return ...
 
     metadata = (wrapper.__tensor_flatten__()[1], tuple(wrapper.size()), tuple(wrapper.stride()))
     metadata = trees.map_only(torch.SymInt, varying, metadata)

@@ -65,7 +65,7 @@ def without_base(view: torch.Tensor, fake_mode: Any) -> torch.Tensor:
 @contextlib.contextmanager
 def quiet_shapes(fake_mode: Any) -> Iterator[None]:
     """Within the body, ``fake_mode`` records no guards, and new unbacked symbols need no binding."""
-    shape_env = fake_mode.shape_env
+    shape_env = getattr(fake_mode, "shape_env", None)
     if shape_env is None:
         yield
         return

@@ -9,7 +9,7 @@ from bisect import bisect
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import sympy
 from torch import fx
@@ -42,13 +42,8 @@ ALLOCATIONS = frozenset(f"aten::{name}" for name in f"{_MADE} {_MADE_OF_ONE_NUMB
 Kind = Literal["captured", "eager"]
 
 
-@dataclass(frozen=True, slots=True)
-class NodeGroup:
-    """A run of call nodes in program order that becomes one region; ``reasons`` is empty if it is captured."""
-
-    kind: Kind
-    nodes: tuple[fx.Node, ...]
-    reasons: tuple[SplitReason, ...]
+NodeGroup: TypeAlias = tuple[Kind, tuple[fx.Node, ...], tuple[SplitReason, ...]]
+"""A run of call nodes in program order that becomes one region, and why it is eager."""
 
 
 def assign(gm: fx.GraphModule, rules: Sequence[SplitRule], facts: GraphFacts) -> tuple[NodeGroup, ...]:
@@ -74,9 +69,7 @@ def assign(gm: fx.GraphModule, rules: Sequence[SplitRule], facts: GraphFacts) ->
             located[nodes[0]] = (SplitReason("nothing to capture", ", ".join(dict.fromkeys(map(display_name, nodes)))),)
     ordered = [node for _, nodes in runs for node in nodes]
     return tuple(
-        NodeGroup(
-            kind, tuple(nodes), tuple(dict.fromkeys(reason for node in nodes for reason in located.get(node, ())))
-        )
+        (kind, tuple(nodes), tuple(dict.fromkeys(reason for node in nodes for reason in located.get(node, ()))))
         for kind, nodes in _runs(ordered, located)
     )
 
@@ -290,21 +283,21 @@ def _region(
     real_sizes: Sequence[fx.Node],
 ) -> Region:
     """One region; its inputs are the symbolic sizes of its tensors, then the other values in order of first use."""
-    inside = set(group.nodes)
-    made_here = _with_recomputed(group.nodes, inside)
+    (kind, nodes, reasons), inside = group, set(group[1])
+    made_here = _with_recomputed(nodes, inside)
     own = set(made_here)
     outer = dict.fromkeys(argument for node in made_here for argument in node.all_input_nodes if argument not in own)
     used = free_symbols([value_of(node) for node in (*outer, *made_here)])
     sizes = {symbols[symbol] for symbol in used if symbol in symbols} | (outer.keys() & order.keys())
-    last = real_sizes if group.kind == "captured" and used else []
+    last = real_sizes if kind == "captured" and used else []
     inputs = list(dict.fromkeys((*sorted(sizes, key=order.__getitem__), *outer, *last)))
-    outputs = [node for node in group.nodes if any(_takes_over(user, inside, node) for user in node.users)]
-    written = frozenset[int]().union(*(facts.writes.get(node, frozenset()) for node in group.nodes))
+    outputs = [node for node in nodes if any(_takes_over(user, inside, node) for user in node.users)]
+    written = frozenset[int]().union(*(facts.writes.get(node, frozenset()) for node in nodes))
     return Region(
         name=name,
-        kind=group.kind,
+        kind=kind,
         graph_module=_graph_module(name, gm, made_here, inputs, outputs),
-        reasons=group.reasons if group.kind == "eager" else (),
+        reasons=reasons,
         inputs=tuple(node.name for node in inputs),
         outputs=tuple(node.name for node in outputs),
         mutated_inputs=written_positions(inputs, written),

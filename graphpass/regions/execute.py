@@ -5,7 +5,7 @@ The graph does not change, and the shape environment of the fake mode gains no g
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any

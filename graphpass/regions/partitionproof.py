@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -32,20 +32,8 @@ _NAMED_OPS = 3
 _RANDOM = "random numbers"
 
 
-class RegionGraph(Protocol):
-    """The aten graph of a region."""
-
-    @property
-    def result(self) -> Any:
-        """The :class:`AtenGraph`, shared by regions of one structure; None if there is none."""
-
-    @property
-    def problem(self) -> str | None:
-        """Why there is no graph, or None."""
-
-    @property
-    def symbols(self) -> tuple[tuple[sympy.Expr, sympy.Symbol], ...]:
-        """Pairs (symbol of the aten graph, symbol of the region)."""
+RegionGraph: TypeAlias = Any
+"""A :class:`graphpass.compile.RegionTrace` whose result is the aten graph of a region, which equal regions share."""
 
 
 def prove_partition(

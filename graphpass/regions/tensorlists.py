@@ -8,40 +8,36 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import fx
 
 from graphpass.compat import dynamo
 from graphpass.regions.execute import value_of
 
-
-@dataclass(frozen=True, slots=True)
-class ListInputs:
-    """The inputs of a graph that are lists."""
-
-    entries: Mapping[int, tuple[int, ...]]  #: position of a list -> the entries that the graph reads, in order
-
-    def emptied_before(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """``run`` for the arguments that Dynamo passes; each list is empty before ``run`` begins."""
-        if not self.entries:
-            return run
-
-        def with_entries(*given: Any) -> Any:
-            flat: list[Any] = []
-            for position, value in enumerate(given):
-                if position in self.entries:
-                    flat += [value[entry] for entry in self.entries[position]]
-                    value.clear()
-                else:
-                    flat.append(value)
-            return run(*flat)
-
-        return with_entries
+ListEntries: TypeAlias = Mapping[int, tuple[int, ...]]
+"""{position of an input that is a list: the entries that the graph reads, in order}."""
 
 
-def lists_as_entries(graph: fx.Graph) -> ListInputs:
+def emptied_before(entries: ListEntries, run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run`` for the arguments that Dynamo passes; each list is empty before ``run`` begins."""
+    if not entries:
+        return run
+
+    def with_entries(*given: Any) -> Any:
+        flat: list[Any] = []
+        for position, value in enumerate(given):
+            if position in entries:
+                flat += [value[entry] for entry in entries[position]]
+                value.clear()
+            else:
+                flat.append(value)
+        return run(*flat)
+
+    return with_entries
+
+
+def lists_as_entries(graph: fx.Graph) -> ListEntries:
     """Replace each input that is a list by the entries that the graph reads."""
     entries = {}
     for position, given in enumerate(graph.find_nodes(op="placeholder")):
@@ -58,4 +54,4 @@ def lists_as_entries(graph: fx.Graph) -> ListInputs:
             graph.erase_node(user)
         graph.erase_node(given)
         entries[position] = tuple(reads)
-    return ListInputs(entries)
+    return entries

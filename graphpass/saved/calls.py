@@ -113,8 +113,8 @@ class SavedCalls:
         found = difference(saved.parts, read)  # guard: saved_values
         if found is not None:
             return found
-        guards = saving.rebuilt(function, saved.call)
-        found = difference(guarded(saved.guards), guarded(guards.of_model))  # guard: saved_guards
+        guards, of_model = saving.rebuilt(function, saved.call)
+        found = difference(guarded(saved.guards), guarded(of_model))  # guard: saved_guards
         if found is not None:
             return found
         graph = self._runtime.owned(SavedGraphs).load_file(saved.file, self._runtime, self._settings)
@@ -148,7 +148,7 @@ class SavedCalls:
             if isinstance(file, Reason):
                 why = file
             else:
-                guards, names = tuple(saving.rebuilt(function, call).of_model), names_of(traced)
+                guards, names = tuple(saving.rebuilt(function, call)[1]), names_of(traced)
                 parts = _read(call, function, guards, names, places)
                 others = [other for other in self._saved.get(form, ()) if other.file != file]
                 others.append(_SavedCall(call, file, guards, names, tuple(sorted(places)), parts))
@@ -249,8 +249,7 @@ def _read(
     modules: Iterable[str],
 ) -> Parts:
     """What the guards of a call read of the model that a function calls, and what its trace read without a guard."""
-    at = saving.Expressions(call, function)
-    values = {guard.expression: at.value(guard.expression) for guard in guards}
+    values = saving.values_of((guard.expression for guard in guards), call, function)
     return {**sources(modules), **assumed(guards, values, names, sorted(modules))}
 
 
