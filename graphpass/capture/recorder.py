@@ -68,7 +68,7 @@ Roles: TypeAlias = Collection[int | str]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The arguments of one call as flat leaves, and the flat positions of each role that a wrapper's creator declared."""
+    """The arguments of one call as flat leaves, and the flat positions of each role that a wrapper declares."""
 
     leaves: Sequence[Any]  #: all values in the arguments, in order
     spec: Any  #: the structure that turns leaves back into ``(args, kwargs)``; later calls compare with this object
