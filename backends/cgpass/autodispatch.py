@@ -198,11 +198,6 @@ class AutoDispatcher:
         self._runtime.note(text, at=self._name)
         return is_compiled
 
-    def _choosing(self, call: ServedCall) -> contextlib.AbstractContextManager[None]:
-        """What is entered to capture a call: the graph of its own size may contain no insertions."""
-        is_plain = call.key.is_exact and call.size is not None and call.size.insertions_s is not None
-        return chosen(self._graphs.plain) if is_plain else contextlib.nullcontext()  # guard: plain_at_exact_sizes
-
     def _num_graphs(self, descriptor: BatchDescriptor) -> int:
         """How many graphs a key has: one for each set of static inputs; 0 if a region has none."""
         return min(map(len, self._graphs.entries_at(self._rules.mode, descriptor)), default=0)
@@ -243,19 +238,21 @@ class AutoDispatcher:
             outputs = self._run(call, args, may_capture=True)
             self._rules.keys.captured(call.key, self._num_graphs(call.key.descriptor))
         else:
-            with self._permission(call.key), self._choosing(call):
+            # The graph of its own size may contain no insertions.
+            is_plain = call.key.is_exact and call.size is not None and call.size.insertions_s is not None
+            with (
+                self._permission(call.key),
+                chosen(self._graphs.plain) if is_plain else contextlib.nullcontext(),  # guard: plain_at_exact_sizes
+            ):
                 is_new = not call.key.is_captured  # guard: capture_timed_once
                 outputs = self._run(call, args, may_capture=True)
             device = self._runtime.lease.device
             if call.key.is_captured and device is not None and device.type == "cuda":
                 torch.cuda.empty_cache()  # replays do not use blocks that earlier eager calls left in the cache
         if is_new and call.key.is_captured:
-            self._count_capture(call, self._clock_s() - start_s)
+            calls = self._calls.row_of(call.key) if call.results.is_cut else None
+            self._calls.exact.captured(call.key, call.size, calls, self._clock_s() - start_s)
         return outputs
-
-    def _count_capture(self, call: ServedCall, seconds: float) -> None:
-        calls = self._calls.row_of(call.key) if call.results.is_cut else None
-        self._calls.exact.captured(call.key, call.size, calls, seconds)
 
     def _clock_s(self) -> float:
         """Seconds on a clock that stands still while regions are tuned."""

@@ -54,10 +54,9 @@ class AutoRules:
 
 
 def dispatched(
-    name: str, parts: Partition, traces: Mapping[str, RegionTrace], settings: Settings
+    name: str, parts: Partition, sizes: GraphSizes, traces: Mapping[str, RegionTrace], settings: Settings
 ) -> tuple[AutoRules, PaddingProof]:
     """The rules of a compiled graph's dispatcher, and the padding proof that they rely on."""
-    sizes = GraphSizes.of(parts, settings)
     outputs = GraphOutputs.of(parts, sizes.layouts)
     fills = _fills(parts, traces)
     constants = {**fills, **declared_constants(parts, sizes, settings)}

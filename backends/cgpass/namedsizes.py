@@ -462,12 +462,15 @@ def _products(shape: Sequence[int], dims: Sequence[int]) -> Iterator[int]:
 def _products_counted(inputs: Sequence[GraphInput]) -> tuple[tuple[int, tuple[int, ...]], ...]:
     counted = symbols_in(key_symbols(inputs, {}).values())
     found = (
-        (position, [dim for dim, size in enumerate(given.value.shape) if counted & _symbols_of(size)])
+        (
+            position,
+            [
+                dim
+                for dim, size in enumerate(given.value.shape)
+                if counted & symbols_in([symbolic.expression_of(size) or 0])
+            ],
+        )
         for position, given in enumerate(inputs)
         if isinstance(given.value, torch.Tensor) and not (given.is_static or given.is_exchanged)
     )
     return tuple((position, tuple(dims)) for position, dims in found if dims)
-
-
-def _symbols_of(size: Any) -> frozenset[sympy.Symbol]:
-    return symbols_in([symbolic.expression_of(size) or 0])

@@ -37,9 +37,10 @@ class PaddingPasses:
     compiler: str
 
     @classmethod
-    def of(cls, parts: Partition, settings: Settings, entries: Mapping[sympy.Symbol, int]) -> PaddingPasses:
+    def of(
+        cls, parts: Partition, sizes: GraphSizes, settings: Settings, entries: Mapping[sympy.Symbol, int]
+    ) -> PaddingPasses:
         """The passes over a partitioned graph; ``entries`` are those of the appended real sizes."""
-        sizes = GraphSizes.of(parts, settings)
         fields = {size.symbol: size.name for size in sizes.sizes if size.is_of_calls and size.symbol in entries}
         constants = declared_constants(parts, sizes, settings)
         declared = {parts.inputs[position].name: constant for position, constant in constants.items()}

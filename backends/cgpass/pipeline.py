@@ -83,7 +83,12 @@ def backend(
             was captured ahead, and ``on_fallback`` is ``error``.
     """
     if mode is not None:
-        raise _no_presets(mode)
+        raise OptionError(
+            "torch.compile's mode= is for Inductor presets",
+            expected="options=cgpass.options(mode=...)",
+            found=f"mode={mode!r}",
+            remedy="leave mode= out; cgpass captures graphs itself",
+        )
     named = {graph_input.source_name for graph_input in graph_inputs(graph_module.graph)}
     aliases = {alias: name for alias, name in dynamo.argument_aliases().items() if alias not in named}
     settings = Settings.of(options).with_names(aliases)
@@ -124,7 +129,7 @@ def _captured(
     sizes = GraphSizes.of(parts, settings, is_first=is_first)
     # Proofs need aten graphs, and are about symbolic sizes. Without a trace the compiler uses its cache of AOT graphs.
     entries = {} if traced.appended is None or traced.appended.sizes is None else traced.appended.sizes.entries
-    trace = PaddingPasses.of(parts, settings, entries) if parts.has_symbols() else None
+    trace = PaddingPasses.of(parts, sizes, settings, entries) if parts.has_symbols() else None
     dynamo.forget_arguments(traced.whole.graph)
     compiled = _compiled(name, parts, sizes, trace, runtime, settings)
     known = runtime.owned(CallableCache).get(traced.key)
@@ -135,7 +140,7 @@ def _captured(
     eager = [region for region in parts.regions if region.kind == "eager"]
     traces = {**compiled.traces, **({} if trace is None else traced_regions(eager, AtenGraph.of, ignores_numbers))}
     start_s = time.perf_counter()
-    rules, proof = dispatched(name, parts, traces, settings) if settings.dispatches_itself() else (None, None)
+    rules, proof = dispatched(name, parts, sizes, traces, settings) if settings.dispatches_itself() else (None, None)
     proof_s = time.perf_counter() - start_s
     record = CallableRecord(
         name=name,
@@ -373,15 +378,6 @@ class CallableCache(weakref.WeakValueDictionary[TraceKey | None, GraphedCallable
     becomes an inference tensor, or if a slice becomes as long as its buffer, and produces the same graph. A second
     callable would have none of the keys that were captured for the first one.
     """
-
-
-def _no_presets(mode: str) -> OptionError:
-    return OptionError(
-        "torch.compile's mode= is for Inductor presets",
-        expected="options=cgpass.options(mode=...)",
-        found=f"mode={mode!r}",
-        remedy="leave mode= out; cgpass captures graphs itself",
-    )
 
 
 def _note_sizes(

@@ -432,8 +432,8 @@ def runtime_of_compiler(compiler: Any | None) -> GraphRuntime:
     if compiler is None:
         return GraphRuntime()
     given = dynamo.backend_options(compiler).get("runtime")
-    if given is not None:
-        return _checked(given)
+    if isinstance(given, GraphRuntime):
+        return given
     if not hasattr(compiler, _ATTRIBUTE):
         setattr(compiler, _ATTRIBUTE, _Private(GraphRuntime()))
     private: _Private = getattr(compiler, _ATTRIBUTE)
@@ -475,15 +475,4 @@ def runtime_of(compiled: Any) -> GraphRuntime:
         expected="a callable compiled with backend='cgpass' that has run once, or options with runtime=GraphRuntime()",
         found=next((str(why) for why in GivenUpFunctions().serves(dynamo.code_of(compiled))), named(compiled)),
         remedy=remedy,
-    )
-
-
-def _checked(runtime: Any) -> GraphRuntime:
-    if isinstance(runtime, GraphRuntime):
-        return runtime
-    raise OptionError(
-        "option runtime is no runtime",
-        expected="a graphpass.GraphRuntime",
-        found=repr(runtime),
-        remedy="pass runtime=graphpass.GraphRuntime(), or leave it out",
     )

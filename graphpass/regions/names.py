@@ -1,28 +1,8 @@
 """One name for one op, whichever of its forms a graph holds.
 
 A user lists ``aten::add``; Dynamo's graphs hold ``operator.add``, ``torch.add``, ``Tensor.add`` or ``operator.iadd``.
-Every callable has a set of names here, the most particular first:
-
-==================================  =============================================================
-form in the graph                   names
-==================================  =============================================================
-``torch.ops.aten.add.Tensor``       ``aten::add.Tensor``, ``aten::add``
-``torch.ops.mylib.attention``       ``mylib::attention``
-``torch.add``, ``Tensor.add``       ``aten::add``
-``Tensor.add_``, ``operator.iadd``  ``aten::add_``, ``aten::add``
-``operator.add``, ``radd``          ``aten::add``
-``torch.special.expit``             ``aten::special_expit`` and its alias ``aten::sigmoid``
-``torch.nn.functional.softmax``     ``aten::softmax``
-``x[0]``, ``x[1:]``, ``x[mask]``    ``aten::select``, ``aten::slice``, ``aten::index``
-``x[0] = y``, ``x[mask] = y``       ``aten::copy_``, ``aten::index_put_`` (and without the underscore)
-``torch.cond``                      ``higher_order::cond``
-a module that stays a call          the names of its class, and of the functions its forward calls
-any other function                  itself, and every node that Dynamo traced inside it
-a module class                      every node that was traced inside one of its instances
-==================================  =============================================================
-
-An in-place form answers to the plain name too, the plain form never to the in-place name. A name with an overload
-matches the overload that the call resolves to. Why nodes seldom run to find their names: Note [Names of operators].
+Every callable has a set of names here, see Note [Names of operators]. An in-place form answers to the plain name too,
+the plain form never to the in-place name. A name with an overload matches the overload that the call resolves to.
 """
 
 from __future__ import annotations

@@ -1,17 +1,6 @@
 """The device memory that the capture of a ladder needs: measured, estimated from a few keys, and limited.
 
-There are three kinds. The *graph pool* has the tensors that graphs compute. *Cached* memory is the rest of torch's
-allocator: memory of warm-ups that it caches for reuse, staging buffers, metadata. The *driver* allocates memory for
-executables and kernels, which torch's allocator does not report.
-
-All keys share one graph pool, so the pool is smaller than the sum of its keys: later graphs reuse memory of earlier
-ones. Only the bytes that each graph keeps add up. :class:`PoolModel` has three numbers for each key, fitted to sample
-captures in throwaway pools. The driver's memory for graph executables adds up over keys, but the driver first reuses
-memory of destroyed executables. So each group instantiates copies of its largest sample, as many as the group has keys.
-
-The bytes of a key are certain only after its capture, and the pool frees no memory while it has graphs. So if a key
-grows the pool above a limit, the whole pool is released and the other keys are captured again without that key. The
-model skips keys that will not fit, which makes this rare.
+See Note [Memory of a ladder].
 """
 
 from __future__ import annotations
