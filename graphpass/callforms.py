@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from graphpass.capture.replay import without_grad
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.settings import replay_settings
 from graphpass.compat import dynamo, operators, trees
@@ -72,7 +73,7 @@ class CallForms:
         if torch.is_inference_mode_enabled():
             stays = any(tensor.is_inference() for tensor in trees.tensors((args, kwargs)))
             return contextlib.nullcontext() if stays or self._is_of_inference_mode else replay_settings()
-        return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
+        return without_grad()
 
     def _uncompiled(self) -> Callable[..., Any]:
         return self.model.forward if isinstance(self.model, torch.nn.Module) else self.model

@@ -27,6 +27,7 @@ from cgpass.keyrules import calls_collectives, dispatched
 from cgpass.namedsizes import GraphSizes, unify_sizes, unmatched_names
 from cgpass.paddingpass import PaddingPasses
 from cgpass.wrappers import CompiledGraph
+from graphpass.capture.replay import needs_grad
 from graphpass.capture.runtime import GraphRuntime, runtime_of_compiler
 from graphpass.compat import dynamo, nnmodules, saving, sideeffects, symbolic
 from graphpass.compat.subclasses import is_opaque
@@ -96,7 +97,7 @@ def backend(
     read = [*example_inputs, *attributes_read(graph_module).values()]
     _refuse_subclasses(read)
     name = runtime.next_callable_name()
-    if _needs_autograd(read):
+    if needs_grad(read):
         return _training(name, graph_module, example_inputs, runtime, settings)
     traced = _Traced.of(graph_module, settings)
     saved = None if settings.warm_start is None else runtime.owned(SavedGraphs)
@@ -439,10 +440,6 @@ def _training(
 def _of_runtime(runtime: GraphRuntime, served: Any) -> Any:
     served.runtime = runtime
     return served
-
-
-def _needs_autograd(values: Sequence[Any]) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
 
 def _refuse_subclasses(values: Sequence[Any]) -> None:

@@ -20,8 +20,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from graphpass.capture.compare import compared
 from graphpass.capture.recorder import Call, Recorder, Roles
 from graphpass.capture.replay import (
@@ -30,6 +28,7 @@ from graphpass.capture.replay import (
     KeyEntries,
     ReplayPlan,
     StaticSet,
+    needs_grad,
     refuse_transforms,
     without_grad,
 )
@@ -226,7 +225,7 @@ class CUDAGraphWrapper:
         return replayed
 
     def _refuse_grad(self, leaves: Sequence[Any]) -> None:
-        if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in leaves):
+        if needs_grad(leaves):
             raise CaptureError(
                 f"{self.name} cannot replay under autograd",
                 expected="a call under torch.no_grad() or torch.inference_mode()",

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from graphpass.capture.replay import needs_grad
 from graphpass.compat import memory
 from graphpass.compat.subclasses import is_wrapper, plain_state, plain_tensors, rebuild_of
 from graphpass.errors import DeviceError, OffloadError, OptionError
@@ -279,7 +280,7 @@ class WeightOffloader(ForwardHooks):
 
 
 def _refuse_grad(args: Sequence[Any]) -> None:
-    if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in args):
+    if needs_grad(args):
         raise OffloadError(
             "offloaded layers cannot run under autograd",
             expected="a call under torch.no_grad() or torch.inference_mode()",

@@ -6,7 +6,6 @@ Dynamo, see Note [Steps without Dynamo].
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from graphpass.capture.modelstate import modules_of
+from graphpass.capture.replay import without_grad
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.scope import CallObserver
 from graphpass.capture.settings import replay_settings
@@ -42,7 +42,6 @@ from graphpass.serving.recipe import Recipe, StepResults
 from graphpass.serving.stats import ManagerStats
 from graphpass.serving.traffic import Traffic
 
-_AS_IT_IS = contextlib.nullcontext()
 _OWN_OPTIONS = ("mode", "capture_sizes", "dynamic_dims", "outputs", "runtime", "lazy_capture")
 
 
@@ -401,7 +400,7 @@ class CudaGraphManager:
     ) -> Any:
         """The result of a step over the graph of a key; counts nothing."""
         decision, model, recipe = step.decision, self._model, captured.recipe
-        with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
+        with without_grad():
             if captured.is_bare and not self._is_hooked:  # no forward context is made, as the graph reads none
                 return run(known, batch.inputs, model.runtime.lease, "a manager")
             mode, real = decision.mode, known.inputs
