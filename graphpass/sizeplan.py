@@ -8,7 +8,7 @@ most k segments is a dynamic programme over the segments' ends. Two observations
   ladder has rungs of ascending cost only. Sizes without traffic, and sizes as expensive as the next, only add graphs.
 - *Cuts move one way.* With ascending costs, the best last cut of a longer prefix is never before that of a shorter
   prefix (the work of segments satisfies the quadrangle inequality), and never before its own last cut with one rung
-  fewer. Each prefix is searched between these cuts, which takes at most k n log n steps in total for any cost function.
+  fewer. Each prefix is searched from these cuts on.
 """
 
 from __future__ import annotations
@@ -183,25 +183,12 @@ def _with_another_rung(
     """The least work of each prefix with one more rung, and the number of sizes before its last segment.
 
     ``before`` and ``cuts_before`` are the same with ``fewest - 1`` rungs, by the number of sizes of the prefix, and
-    ``up_to`` is the weight of each prefix. Results for prefixes shorter than ``fewest`` are undefined and never read.
+    ``up_to`` is the weight of each prefix. Results for prefixes shorter than ``fewest`` are never read.
     """
-    num_sizes, num_rows = len(costs), len(costs) - fewest + 1
-    least, cuts = np.zeros_like(before), np.zeros(num_sizes + 1, dtype=np.int64)
-    stride = 1 << num_rows.bit_length()
-    # Row r is the prefix of fewest - 1 + r sizes. Row 0 and the row after the last bound the cuts of the others.
-    bounds = np.full(stride + 1, num_sizes - 1)
-    bounds[0] = fewest - 1
-    while stride := stride // 2:  # every second remaining row, between neighbours with known cuts
-        rows = np.arange(stride, num_rows + 1, 2 * stride)
-        prefixes = rows + (fewest - 1)
-        lowest, highest = bounds[rows - stride], np.minimum(bounds[rows + stride], prefixes - 1)
-        lowest = np.minimum(np.maximum(lowest, cuts_before[prefixes]), highest)
-        lengths = highest - lowest + 1
-        starts = np.cumsum(lengths) - lengths
-        tried = np.arange(lengths.sum()) - np.repeat(starts - lowest, lengths)
-        above = np.repeat(up_to[prefixes], lengths) - up_to[tried]
-        work = before[tried] + above * np.repeat(costs[prefixes - 1], lengths)
-        least[prefixes] = np.minimum.reduceat(work, starts)
-        cheapest = np.flatnonzero(work == np.repeat(least[prefixes], lengths))
-        bounds[rows] = cuts[prefixes] = tried[cheapest[np.searchsorted(cheapest, starts)]]  # the lowest of equal cuts
+    least, cuts, cut = np.zeros_like(before), np.zeros_like(cuts_before), fewest - 1
+    for prefix in range(fewest, len(before)):
+        cut = max(cut, cuts_before[prefix])
+        work = before[cut:prefix] + (up_to[prefix] - up_to[cut:prefix]) * costs[prefix - 1]
+        least[prefix] = work.min()
+        cut = cuts[prefix] = cut + work.argmin()  # the lowest of equal cuts
     return least, cuts
