@@ -322,21 +322,6 @@ class GraphRuntime:
         """The callables registered so far."""
         return tuple(self._callables)
 
-    def recompiled_from(self, region: RegionId, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> RegionId | None:
-        """The region that has this key's graph in another compilation of the same function; None when there is none."""
-        frames = {record.name: record.frame for record in self._callables if record.frame is not None}
-        for table in self._tables():
-            other = table.region
-            if (
-                other.callable != region.callable
-                and other.region == region.region
-                and table.mode is mode
-                and frames.get(other.callable, -1) == frames.get(region.callable, -2)
-                and descriptor in table.descriptors()
-            ):
-                return other
-        return None
-
     def _left_behind(self) -> Iterator[Problem]:
         """A problem for each compilation whose guards admit keys that only an earlier one has captured.
 

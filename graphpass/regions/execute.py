@@ -17,14 +17,12 @@ from torch.overrides import TorchFunctionMode
 from graphpass.compat import memory, operators, symbolic, trees
 from graphpass.compat.subclasses import plain_tensors
 
-# Operators that write to arguments without a mark in the schema: {operator: (written arguments, flag that enables it)}.
+_STATISTICS = ("running_mean", "running_var")
+# Operators that write to these arguments without a mark in the schema: {operator: flag that enables it}.
 UNDECLARED_WRITES = {
-    "aten::batch_norm": (("running_mean", "running_var"), "training"),
-    "aten::native_batch_norm": (("running_mean", "running_var"), "training"),
-    "aten::cudnn_batch_norm": (("running_mean", "running_var"), "training"),
-    "aten::miopen_batch_norm": (("running_mean", "running_var"), "training"),
-    "aten::_batch_norm_impl_index": (("running_mean", "running_var"), "training"),
-    "aten::instance_norm": (("running_mean", "running_var"), "use_input_stats"),
+    **dict.fromkeys((f"aten::{kind}batch_norm" for kind in ("", "native_", "cudnn_", "miopen_")), "training"),
+    "aten::_batch_norm_impl_index": "training",
+    "aten::instance_norm": "use_input_stats",
 }
 
 
@@ -229,11 +227,11 @@ def _takes_over(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ta
 
 def _written_arguments(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
     schema = operators.schema_of(overload)
-    names, flag = UNDECLARED_WRITES.get(schema.name, ((), ""))
-    if not schema.is_mutable and not names:
+    flag = UNDECLARED_WRITES.get(schema.name)
+    if not schema.is_mutable and flag is None:
         return
     arguments = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
     for argument in schema.arguments:
         declared = argument.alias_info is not None and argument.alias_info.is_write
-        if declared or (argument.name in names and arguments.get(flag)):
+        if declared or (argument.name in _STATISTICS and arguments.get(flag)):
             yield arguments.get(argument.name)

@@ -375,7 +375,7 @@ class Model:
         """Whether a batch without a graph runs uncompiled: a proof is about it, and one token alone is compiled."""
         self.recipe()
         # guard: uncompiled_several_requests
-        return self._proved is not None and num_reqs == 1 and self._proved.serves(self._model, num_tokens)
+        return self._proved is not None and num_reqs == 1 and self._proved(self._model, num_tokens)
 
     def _run_once(self, sizes: Sizes, *, most_graphs: float = math.inf) -> Recipe | None:
         """Run the model at these sizes over example inputs, without a graph, and undo the effects.

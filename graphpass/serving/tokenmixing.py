@@ -7,9 +7,8 @@ that, and shows a proof as much as the graph of a compiler.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -25,22 +24,8 @@ from graphpass.serving.buffers import PaddedInputs
 _log = logging.getLogger("graphpass")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ProvedUncompiled:
-    """A model in whose eager operators tokens stay apart, and the numbers of tokens for which that is known."""
-
-    modules: Sequence[torch.nn.Module]  #: of the model when it was traced
-    symbol: sympy.Symbol  #: the number of tokens, at least 2
-    facts: tuple[sympy.Basic, ...]  #: conditions on it under which the model runs the operators that were traced
-
-    def serves(self, model: torch.nn.Module, num_tokens: int) -> bool:
-        """Whether the proof is about a batch of so many tokens through the model as it is now."""
-        size = {self.symbol: sympy.Integer(num_tokens)}
-        return (
-            num_tokens > 1
-            and all(fact.xreplace(size) == sympy.true for fact in self.facts)  # guard: uncompiled_facts
-            and list(map(id, modules_of(model))) == list(map(id, self.modules))  # guard: uncompiled_modules
-        )
+ProvedUncompiled: TypeAlias = Callable[[Any, int], bool]
+"""Whether the proof is about a batch of so many tokens through the model as it is now: (model, number of tokens)."""
 
 
 def proved_uncompiled(model: Any, inputs: PaddedInputs, declared: Collection[Any]) -> ProvedUncompiled | None:
@@ -63,4 +48,14 @@ def proved_uncompiled(model: Any, inputs: PaddedInputs, declared: Collection[Any
         return None
     if findings or parts.mutated_inputs:  # guard: uncompiled_proof, uncompiled_writes
         return None
-    return ProvedUncompiled(modules, symbol, symbolic.facts_of(fake_mode.shape_env))
+    facts = symbolic.facts_of(fake_mode.shape_env)  # about the number of tokens, which is at least 2
+
+    def serves(model: Any, num_tokens: int) -> bool:
+        size = {symbol: sympy.Integer(num_tokens)}
+        return (
+            num_tokens > 1
+            and all(fact.xreplace(size) == sympy.true for fact in facts)  # guard: uncompiled_facts
+            and list(map(id, modules_of(model))) == list(map(id, modules))  # guard: uncompiled_modules
+        )
+
+    return serves
