@@ -79,7 +79,7 @@ class CallForms:
         return self.model.forward if isinstance(self.model, torch.nn.Module) else self.model
 
     def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        operators.refuse_any_transform("a graphed model")
+        operators.refuse_transform("a graphed model", operators.active_transform())
         if kwargs:
             args, kwargs = self._positional_first(args, kwargs)
         form = (len(args), *kwargs)

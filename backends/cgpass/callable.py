@@ -9,7 +9,7 @@ from typing import Any
 from cgpass.autodispatch import AutoDispatcher
 from cgpass.keyrules import calls_collectives, nodes_of
 from cgpass.wrappers import CallableGraphs, CompiledGraph
-from graphpass.capture.replay import ReplayPlan, refuse_transforms
+from graphpass.capture.replay import ReplayPlan
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.scope import CallObserver, ReachedCall
 from graphpass.capture.settings import restoring
@@ -104,8 +104,8 @@ class GraphedCallable:
         """Run with one argument for each of the partition's inputs."""
         context = current_context()
         self.runtime.given_up.entered[self.name] += 1
-        if operators.transform_over(args) is not None:
-            return self._transformed(context, args)
+        if (transform := operators.transform_over(args)) is not None:
+            return self._transformed(context, args, transform)
         if self._waiting:
             self._compile_waiting(context)
         if context is None or context.capture is not None:
@@ -156,10 +156,10 @@ class GraphedCallable:
         self._waiting = []
         self.runtime.compiled_later(self.name, sum(compiled), time.perf_counter() - start_s)
 
-    def _transformed(self, context: ForwardContext | None, args: tuple[Any, ...]) -> Any:
+    def _transformed(self, context: ForwardContext | None, args: tuple[Any, ...], transform: str) -> Any:
         """Run a call under ``vmap`` or forward-mode AD: compiled kernels would drop the tangents."""
         if _is_at_key(context):
-            refuse_transforms(self.name, args)
+            operators.refuse_transform(self.name, transform)
         text = "a call under vmap or forward-mode AD runs without compiled code and graphs"
         remedy = "transform the model itself, or compile a function that has the transform inside"
         return self._as_traced(args, text, remedy, at=self.name)

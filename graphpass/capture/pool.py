@@ -304,14 +304,6 @@ class PoolLease:
 
 
 def device_of(leaves: Sequence[Any]) -> torch.device:
-    """The GPU of the tensors among ``leaves``; the CPU if there are none on a GPU."""
+    """The GPU of the tensors among ``leaves``, of which a capture refuses those elsewhere; the CPU without any."""
     devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
-    accelerators = sorted((d for d in devices if d.type != "cpu"), key=str)
-    if len(accelerators) > 1:
-        raise DeviceError(
-            "one callable serves one device",
-            expected="tensors on one device",
-            found=", ".join(map(str, accelerators)),
-            remedy="put each device's part of the model in a separate callable",
-        )
-    return accelerators[0] if accelerators else torch.device("cpu")
+    return min((device for device in devices if device.type != "cpu"), key=str, default=torch.device("cpu"))

@@ -54,21 +54,6 @@ class Graph(Protocol):
         """Free the recording; it must not be replayed again."""
 
 
-def refuse_transforms(name: str, values: Iterable[Any]) -> None:
-    """Refuse a replay if a ``torch.func`` transform is active on one of its arguments.
-
-    A graph reads only the memory of a tensor, not its batch or tangent.
-    """
-    transform = operators.transform_over(values)
-    if transform is not None:
-        raise CaptureError(
-            f"{name} cannot replay under {transform}",
-            expected="arguments that are plain tensors",
-            found=f"{transform} over an argument",
-            remedy="call it outside of the transform, or with runtime mode NONE, which runs without graphs",
-        )
-
-
 def without_grad() -> contextlib.AbstractContextManager[object]:
     """``torch.no_grad()`` if grad mode is on; else a context that does nothing, which is cheaper."""
     return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()

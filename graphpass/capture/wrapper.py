@@ -29,12 +29,11 @@ from graphpass.capture.replay import (
     ReplayPlan,
     StaticSet,
     needs_grad,
-    refuse_transforms,
     without_grad,
 )
 from graphpass.capture.runtime import GraphRuntime
 from graphpass.capture.scope import CapturePolicy, Permission
-from graphpass.compat import memory, trees
+from graphpass.compat import memory, operators, trees
 from graphpass.context import ForwardContext, current_context
 from graphpass.errors import AgreementError, CaptureError, OptionError, StaticInputError
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
@@ -180,7 +179,7 @@ class CUDAGraphWrapper:
         self, context: ForwardContext, leaves: list[Any], spec: Any, clone: bool | None, is_outermost: bool | None
     ) -> Any:
         self._refuse_grad(leaves)  # guard: grad_mode
-        refuse_transforms(self.name, leaves)  # guard: transforms_refused
+        operators.refuse_transform(self.name, operators.transform_over(leaves))  # guard: transforms_refused
         lease, is_leased = self._runtime.lease, is_outermost is not None
         if not is_leased:
             is_outermost = lease.acquire(context, leaves, self.name)

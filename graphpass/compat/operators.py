@@ -290,12 +290,11 @@ def active_transform() -> str | None:
     return "forward-mode AD" if torch.autograd.forward_ad._current_level >= 0 else None
 
 
-def refuse_any_transform(what: str) -> None:
-    """Refuse a call of ``what``, which replays graphs, inside a function transform."""
-    transform = active_transform()
+def refuse_transform(who: str, transform: str | None) -> None:
+    """Refuse a call of ``who``, which replays graphs, under a transform; None is none."""
     if transform is not None:
         raise CaptureError(
-            f"{what} was called inside {transform}",
+            f"{who} cannot replay under {transform}",
             expected="a call outside of function transforms and forward-mode AD: a graph computes plain values",
             found=transform,
             remedy="transform the model itself, or graph a model or function that has the transform inside",

@@ -244,7 +244,7 @@ class CudaGraphManager:
 
     def _run_after(self, checked: Checked, batch: Batch) -> Any:
         """:meth:`run`, where weights and settings are known to be those of the capture for the keys in ``checked``."""
-        operators.refuse_any_transform("a manager")  # guard: manager_transforms
+        operators.refuse_transform("a manager", operators.active_transform())  # guard: manager_transforms
         with self._turn:
             return self._run(self._next(batch), batch, checked)
 
