@@ -110,9 +110,9 @@ def key_symbols(
     The declared dimensions determine it. Without declarations, ``num_tokens`` is the only symbol among the dimensions
     marked with ``mark_dynamic``, else the only symbol of all inputs. If there are several, the result is empty.
     """
-    named = {graph_input.source_name for graph_input in inputs if isinstance(graph_input.value, torch.Tensor)}
+    named = {given.source_name: given.value for given in inputs[::-1] if isinstance(given.value, torch.Tensor)}
     declared = {
-        field: symbol_of_dim(inputs, source, dim)
+        field: _size_of_dim(source, named[source], dim)
         for source, dims in dynamic_dims.items()
         if source in named
         for dim, field in dims.items()
@@ -153,28 +153,17 @@ def _shape(value: Any) -> list[Any]:
     return [symbolic.expression_of(size) for size in value.shape] if isinstance(value, torch.Tensor) else []
 
 
-def symbol_of_dim(inputs: Sequence[GraphInput], source_name: str, dim: int) -> sympy.Expr | int:
-    """The size of dimension ``dim`` of the input ``source_name``: an expression over symbols, or a fixed int."""
-    tensors = [graph_input for graph_input in inputs if isinstance(graph_input.value, torch.Tensor)]
-    for graph_input in tensors:
-        if source_name in (graph_input.source_name, graph_input.name):
-            if not -graph_input.value.dim() <= dim < graph_input.value.dim():
-                raise PartitionError(
-                    f"input {source_name!r} has no dimension {dim}",
-                    expected=f"a dimension below {graph_input.value.dim()}",
-                    found=str(dim),
-                    remedy="name a dimension that the tensor has in dynamic_dims",
-                )
-            expression = symbolic.expression_of(graph_input.value.shape[dim])
-            assert expression is not None, "sizes are ints or symbolic ints"
-            return expression
-    names = [graph_input.source_name for graph_input in tensors if graph_input.source_name]
-    raise PartitionError(
-        f"the graph has no tensor input {source_name!r}",
-        expected=f"one of {', '.join(names) or 'no tensor inputs'}",
-        found=repr(source_name),
-        remedy="name the argument of the compiled callable in dynamic_dims",
-    )
+def _size_of_dim(name: str, tensor: torch.Tensor, dim: int) -> sympy.Expr | int:
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise PartitionError(
+            f"input {name!r} has no dimension {dim}",
+            expected=f"a dimension below {tensor.dim()}",
+            found=str(dim),
+            remedy="name a dimension that the tensor has in dynamic_dims",
+        )
+    expression = symbolic.expression_of(tensor.shape[dim])
+    assert expression is not None, "sizes are ints or symbolic ints"
+    return expression
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,7 +154,7 @@ def test_the_dispatcher_does_what_was_planned() -> None:
     [
         ({}, "no traffic"),
         ([4, 8], "no traffic"),
-        ({4: 0, 8: 0.0}, "no size of the histogram ever came"),
+        ({4: 0, 8: 0.0}, "no traffic"),
         ({0: 1, 8: 1}, "a size .* found 0;"),
         ({-4: 1}, "a size .* found -4;"),
         ({4.0: 1}, "a size .* found 4.0;"),
