@@ -140,12 +140,8 @@ class _OutputTensor:
     is_input: bool  #: whether the output is that input itself
 
 
-@dataclass(frozen=True, slots=True)
-class _OutputNumber:
-    expression: Expression
-    kind: type  #: int, float or bool
-
-
+_OutputNumber: TypeAlias = tuple[Expression, type]
+"""A number and its type: int, float or bool."""
 _Output: TypeAlias = _OutputTensor | _OutputNumber | None
 
 
@@ -176,8 +172,8 @@ class GraphOutputs:
         for index, output in enumerate(self.outputs):
             if index in self.by_data or output is None:
                 continue
-            if isinstance(output, _OutputNumber):
-                numbers[index] = _number(output, known)
+            if isinstance(output, tuple):
+                numbers[index] = _number(*output, known)
             else:
                 groups.setdefault((output.viewed, output.group), []).append((index, output))
         tensors: list[tuple[TensorCut, ...]] = []
@@ -201,12 +197,11 @@ class GraphOutputs:
         return CallResults(True, tuple(tensors), tuple(views), numbers, tuple(self.by_data), written)
 
 
-def _number(output: _OutputNumber, known: Sizes) -> int | float | bool:
-    if not symbols_in([output.expression]):
-        return output.kind(output.expression)  # type: ignore[no-any-return]
-    assert isinstance(output.expression, sympy.Basic)
-    value = output.expression.xreplace({symbol: sympy.Integer(size) for symbol, size in known.items()})
-    return bool(value) if output.kind is bool else output.kind(value)
+def _number(expression: Expression, kind: type, known: Sizes) -> int | float | bool:
+    value: Any = expression
+    if symbols_in([expression]):
+        value = value.xreplace({symbol: sympy.Integer(size) for symbol, size in known.items()})
+    return kind(value)  # type: ignore[no-any-return]
 
 
 def _outputs(parts: Partition) -> tuple[_Output, ...]:
@@ -236,7 +231,7 @@ def _outputs(parts: Partition) -> tuple[_Output, ...]:
                 )
             )
         else:
-            found.append(_OutputNumber(simplified(value), kinds[type(value)]) if type(value) in kinds else None)
+            found.append((simplified(value), kinds[type(value)]) if type(value) in kinds else None)
     return tuple(found)
 
 
@@ -266,8 +261,8 @@ def _viewed(parts: Partition, inputs: Mapping[str, int], name: str, homes: Seque
 def _by_data(outputs: Sequence[_Output], layouts: Mapping[int, InputLayout]) -> dict[int, frozenset[sympy.Symbol]]:
     groups: dict[Any, tuple[list[int], list[Expression]]] = {}
     for index, output in enumerate(outputs):
-        if isinstance(output, _OutputNumber):
-            groups[None, index] = [index], [output.expression]
+        if isinstance(output, tuple):
+            groups[None, index] = [index], [output[0]]
         elif output is not None:
             members, sizes = groups.setdefault((output.viewed, output.group), ([], []))
             members.append(index)

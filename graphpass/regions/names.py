@@ -121,10 +121,8 @@ def overload_name(overload: Any) -> str:
 
 def qualified(target: Any) -> str:
     """``aten::add`` for a packet, ``aten::add.Tensor`` for an overload."""
-    if hasattr(target, "overloadpacket"):
-        schema = operators.schema_of(target)
-        return f"{schema.name}.{overload_name(target)}"
-    return str(operators.schema_of(operators.overloads_of(target)[0]).name)
+    name = str(operators.operator_name(target))
+    return f"{name}.{overload_name(target)}" if hasattr(target, "overloadpacket") else name
 
 
 def callable_names(target: Any) -> frozenset[str]:

@@ -19,6 +19,7 @@ from graphpass.regions.analysis import (
     REBUILT,
     SplitReason,
     annotate,
+    free_symbols,
     is_rebuilt_output,
     is_tuple,
     symbol_placeholders,
@@ -77,12 +78,8 @@ class Partition:
 
     def has_symbols(self) -> bool:
         """Whether some size or number among the inputs is symbolic."""
-        values = [graph_input.value for graph_input in self.inputs]
-        return symbolic.shape_env_of(values) is not None and any(
-            getattr(symbolic.expression_of(size), "free_symbols", None)
-            for value in values
-            for size in (value.shape if isinstance(value, torch.Tensor) else (value,))
-        )
+        values = (graph_input.value for graph_input in self.inputs)
+        return any(free_symbols(value.shape if isinstance(value, torch.Tensor) else value) for value in values)
 
     def dump(self) -> str:
         """Canonical text: equal for equal graphs in any process, independent of value names."""

@@ -14,6 +14,7 @@ from torch import fx
 
 from graphpass.compat import dynamo, symbolic
 from graphpass.errors import PartitionError
+from graphpass.regions.analysis import free_symbols
 from graphpass.regions.execute import tensors_in, value_of
 
 REAL_SIZES = "graphpass_real_sizes"
@@ -143,9 +144,7 @@ def layout_inputs(graph: fx.Graph) -> tuple[int, ...]:
     }
     if not unused:
         return ()
-    values = [value_of(node) for node in graph.nodes]
-    sizes = [_shape(tensor) for value in values for tensor in tensors_in(value)]
-    in_sizes = {symbol for shape in sizes for size in shape for symbol in getattr(size, "free_symbols", ())}
+    in_sizes = free_symbols([tensor.shape for node in graph.nodes for tensor in tensors_in(value_of(node))])
     return tuple(position for position, expression in unused.items() if expression not in in_sizes)
 
 
