@@ -7,7 +7,6 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, replace
 from typing import Any
 
-from graphpass.ledger import CountedReason
 from graphpass.report.drawing import (
     Heading,
     Part,
@@ -23,7 +22,7 @@ from graphpass.report.drawing import (
 )
 from graphpass.report.figures import Costs, KeyUse, Problem, ReportFigures, SizeTraffic, graph_figures, padding_share
 from graphpass.report.problems import problems_of
-from graphpass.report.records import CallableRecord, CapturedGroup, RegionRecord
+from graphpass.report.records import CallableRecord, RegionRecord
 
 QUESTIONS = (
     "What is slow or missing, and what to do about it",
@@ -111,44 +110,41 @@ class Report:
             "problems": [{**asdict(problem), "places": list(problem.places)} for problem in self.problems],
             "replays": {
                 "keys": [{**asdict(key), "sizes": dict(key.sizes), "padding": key.padding} for key in figures.keys],
-                "without_graph": list(map(_uncaptured, figures.uncaptured)),
+                "without_graph": [
+                    {
+                        "graph": calls.subject,
+                        "reason": calls.reason.why,
+                        "calls": calls.n,
+                        "is_expected": calls.reason.is_expected,
+                        "remedy": calls.reason.remedy,
+                        "sizes": list(calls.sizes()),
+                    }
+                    for calls in figures.uncaptured
+                ],
                 "graphs": list(map(graph_figures, figures.callables)),
                 "attention": [asdict(use) for use in figures.kernels],
             },
-            "padding": [_traffic(seen) for seen in figures.traffic],
+            "padding": [
+                {
+                    "field": seen.field,
+                    "option": seen.option,
+                    "histogram": [list(pair) for pair in sorted(seen.histogram.items())],
+                    "captured": list(seen.captured),
+                    "waste": seen.waste(seen.captured),
+                    "suggested": list(seen.suggested),
+                    "suggested_waste": seen.waste(seen.suggested),
+                }
+                for seen in figures.traffic
+            ],
             "cost": {
                 **costs,
-                "groups": list(map(_group, figures.costs.groups)),
+                "groups": [
+                    {"name": group.name, "keys": group.num_keys, "seconds": group.seconds, **asdict(group.memory)}
+                    for group in figures.costs.groups
+                ],
                 "tuned": [{**asdict(tuned), "gain": tuned.gain} for tuned in figures.costs.tuned],
             },
         }
-
-
-def _uncaptured(calls: CountedReason) -> dict[str, Any]:
-    return {
-        "graph": calls.subject,
-        "reason": calls.reason.why,
-        "calls": calls.n,
-        "is_expected": calls.reason.is_expected,
-        "remedy": calls.reason.remedy,
-        "sizes": list(calls.sizes()),
-    }
-
-
-def _group(group: CapturedGroup) -> dict[str, Any]:
-    return {"name": group.name, "keys": group.num_keys, "seconds": group.seconds, **asdict(group.memory)}
-
-
-def _traffic(seen: SizeTraffic) -> dict[str, Any]:
-    return {
-        "field": seen.field,
-        "option": seen.option,
-        "histogram": [list(pair) for pair in sorted(seen.histogram.items())],
-        "captured": list(seen.captured),
-        "waste": seen.waste(seen.captured),
-        "suggested": list(seen.suggested),
-        "suggested_waste": seen.waste(seen.suggested),
-    }
 
 
 def alike(callables: Iterable[CallableRecord]) -> list[list[CallableRecord]]:
