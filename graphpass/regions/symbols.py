@@ -187,20 +187,10 @@ class GuardedSymbols:
         return cls(MappingProxyType(ranges), tuple(guard for guard in named if guard != sympy.true))
 
     def excludes(self, expression: sympy.Expr | int, size: int) -> str | None:
-        """Why a dimension of size ``expression`` in this graph cannot be ``size``; None if the guards admit it."""
+        """Why a dimension of size ``expression`` cannot be ``size``; None if the guards of its symbol admit it."""
         if isinstance(expression, (int, sympy.Integer)):
             return None if expression == size else f"fixed at {expression}"
-        if isinstance(expression, sympy.Symbol):
-            return self.excluded_by({expression: size})
-        if len(expression.free_symbols) != 1:
-            return None
-        (symbol,) = expression.free_symbols
-        solutions = sympy.solve(expression - size, symbol)
-        whole = [int(value) for value in solutions if value.is_integer and value > 0]
-        if not whole:
-            return f"{expression} == {size} has no solution"
-        reasons = [self.excluded_by({symbol: value}) for value in whole]
-        return None if None in reasons else reasons[0]
+        return self.excluded_by({expression: size}) if isinstance(expression, sympy.Symbol) else None
 
     def excluded_by(self, sizes: Mapping[sympy.Symbol, int]) -> str | None:
         """The first constraint that ``sizes`` violates, as text (``s0 >= 2``), or None if the guards admit them.
