@@ -27,9 +27,8 @@ from cgpass.keyrules import calls_collectives, dispatched
 from cgpass.namedsizes import GraphSizes, unify_sizes, unmatched_names
 from cgpass.paddingpass import PaddingPasses
 from cgpass.wrappers import CompiledGraph
-from graphpass.capture.replay import needs_grad
 from graphpass.capture.runtime import GraphRuntime, runtime_of_compiler
-from graphpass.compat import dynamo, nnmodules, saving, sideeffects, symbolic
+from graphpass.compat import dynamo, nnmodules, operators, saving, sideeffects, symbolic
 from graphpass.compat.subclasses import is_opaque
 from graphpass.compile import (
     CompiledRegions,
@@ -97,7 +96,7 @@ def backend(
     read = [*example_inputs, *attributes_read(graph_module).values()]
     _refuse_subclasses(read)
     name = runtime.next_callable_name()
-    if needs_grad(read):
+    if operators.needs_grad(read):
         return _training(name, graph_module, example_inputs, runtime, settings)
     traced = _Traced.of(graph_module, settings)
     saved = None if settings.warm_start is None else runtime.owned(SavedGraphs)

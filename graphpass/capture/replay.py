@@ -59,11 +59,6 @@ def without_grad() -> contextlib.AbstractContextManager[object]:
     return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
 
 
-def needs_grad(values: Iterable[Any]) -> bool:
-    """Whether autograd would record a call with these arguments."""
-    return torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
-
-
 # -- what an entry is found by ----------------------------------------------------------------------------------------
 
 

@@ -28,7 +28,6 @@ from graphpass.capture.replay import (
     KeyEntries,
     ReplayPlan,
     StaticSet,
-    needs_grad,
     without_grad,
 )
 from graphpass.capture.runtime import GraphRuntime
@@ -224,7 +223,7 @@ class CUDAGraphWrapper:
         return replayed
 
     def _refuse_grad(self, leaves: Sequence[Any]) -> None:
-        if needs_grad(leaves):
+        if operators.needs_grad(leaves):
             raise CaptureError(
                 f"{self.name} cannot replay under autograd",
                 expected="a call under torch.no_grad() or torch.inference_mode()",

@@ -264,6 +264,11 @@ def flash_attention(
     return attended
 
 
+def needs_grad(values: Iterable[Any]) -> bool:
+    """Whether autograd would record a call with these arguments."""
+    return torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+
+
 def transform_over(values: Iterable[Any]) -> str | None:
     """The name of the transform (``torch.func`` or forward-mode AD) that wraps one of the tensors; None if none does.
 

@@ -17,8 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from graphpass.capture.replay import needs_grad
-from graphpass.compat import memory
+from graphpass.compat import memory, operators
 from graphpass.compat.subclasses import is_wrapper, plain_state, plain_tensors, rebuild_of
 from graphpass.errors import DeviceError, OffloadError, OptionError
 from graphpass.offload.onload import IN_CONTEXT, ONLOAD
@@ -280,7 +279,7 @@ class WeightOffloader(ForwardHooks):
 
 
 def _refuse_grad(args: Sequence[Any]) -> None:
-    if needs_grad(args):
+    if operators.needs_grad(args):
         raise OffloadError(
             "offloaded layers cannot run under autograd",
             expected="a call under torch.no_grad() or torch.inference_mode()",
