@@ -388,6 +388,8 @@ class CUDAGraphWrapper:
         found = f"captured at {self.mode}: {captured}"
         if self.table.at(descriptor):
             found += "; this key with other arguments, or with inputs that share memory in another way"
+        for problem in self._runtime.left_behind():
+            found += f"; {problem.what}" if self.region.callable in problem.places else ""
         return CaptureError(
             f"{self.region} has no graph for {self.mode} {descriptor}, and capture is closed",
             expected="a key that was captured",
