@@ -299,7 +299,7 @@ def refuse_transform(who: str, transform: str | None) -> None:
     """Refuse a call of ``who``, which replays graphs, under a transform; None is none."""
     if transform is not None:
         raise CaptureError(
-            f"{who} cannot replay inside {transform}",
+            f"{who} cannot replay under {transform}",
             expected="a call outside of function transforms and forward-mode AD: a graph computes plain values",
             found=transform,
             remedy="transform the model itself, or graph a model or function that has the transform inside",

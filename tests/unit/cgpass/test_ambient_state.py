@@ -223,7 +223,7 @@ def is_refused_or_right(around: Around, call: Callable[..., Any], model: nn.Modu
     else:
         refused = None
         agrees(got, around(model, x), rtol=1e-4, atol=1e-5)
-    assert refused is None or "cannot replay inside" in refused.problem
+    assert refused is None or "cannot replay under" in refused.problem
     return refused is not None
 
 

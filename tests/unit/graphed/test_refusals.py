@@ -59,7 +59,7 @@ def dual(f: Any, x: torch.Tensor) -> Any:
         return f(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
 
 
-INSIDE = {"forward-mode AD": "inside forward-mode AD"}
+INSIDE = {"forward-mode AD": "under forward-mode AD"}
 TRANSFORMS: dict[str, Any] = {
     "vmap": lambda f, x: torch.func.vmap(f)(x),
     "grad": lambda f, x: torch.func.grad(lambda t: f(t).sum())(x),
@@ -76,7 +76,7 @@ def test_function_transforms_around_it_are_refused(transform: str, was_called: b
     fast, x = graphed(lambda x: x.sin()), torch.randn(3, 4)
     for _ in range(3 * was_called):
         fast(x)
-    with pytest.raises(CaptureError, match=INSIDE.get(transform, "inside")) as raised:
+    with pytest.raises(CaptureError, match=INSIDE.get(transform, "under")) as raised:
         TRANSFORMS[transform](fast, x)
     assert "transform the model itself" in raised.value.remedy or transform in INSIDE
     torch.testing.assert_close(fast(x), x.sin())
