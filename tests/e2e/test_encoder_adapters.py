@@ -229,31 +229,6 @@ def test_the_tower_stays_as_it_is(stock: Tower) -> None:
         before = after
 
 
-@EACH_TOWER
-def test_padding_as_declared_stays_finite(stock: Tower) -> None:
-    """Not only is it never read: behind the real rows every output is finite."""
-    tower = stock.build(CPU)
-    adapter = adapter_for(tower, **stock.options)
-    config = adapter.get_encoder_cudagraph_config()
-    items = stock.items(tower, [(1, 2, 4), (1, 4, 4)])
-    tokens = budgets_of(stock, adapter)[-1]
-    frames = config.max_frames
-    key = EncoderGraphKey(tokens, tokens * config.patches_per_token, 6, frames)
-    buffers = adapter.prepare_encoder_cudagraph_capture_inputs(key, torch.device("cpu"), torch.float32)
-    values = adapter.prepare_encoder_cudagraph_replay_buffers(items, key)
-    assert "repeat" not in config.padding.values()
-    for name, buffer in buffers.items():
-        value = values[name]
-        assert value is not None
-        assert len(value) == len(buffer) or name == "pixel_values"
-        buffer[: len(value)] = value
-        buffer[len(value) :] = 0
-    with torch.no_grad():
-        outputs = flat(adapter.encoder_cudagraph_forward(buffers, key))
-    assert all(output.shape == (tokens, width) for output, width in zip(outputs, config.output_widths, strict=True))
-    assert all(output.isfinite().all() for output in outputs)
-
-
 @pytest.mark.parametrize("stock", [SIGLIP, CLIP], ids=str)
 @pytest.mark.parametrize("output", ["last_hidden_state", "pooler_output", "both"])
 def test_what_an_image_returns(stock: Tower, output: str) -> None:

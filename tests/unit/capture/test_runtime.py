@@ -64,25 +64,6 @@ def test_counts_are_read_while_another_thread_captures(rig: Any) -> None:
     assert [use.key for use in (first, *uses)] == [BatchDescriptor(8)]
 
 
-def test_two_threads_get_their_own_results(rig: Any) -> None:
-    wrappers = [rig.wrap(lambda x: (x + 1) * 2, name="a"), rig.wrap(lambda x: x * x - 3, name="b")]
-    for wrapper in wrappers:
-        rig.capture(wrapper, X)
-
-    def run(offset: int) -> int:
-        for step in range(200):
-            x = X * step + offset
-            assert torch.equal(rig.call(wrappers[0], x), (x + 1) * 2)
-            assert torch.equal(rig.call(wrappers[1], x), x * x - 3)
-        return offset
-
-    with ThreadPoolExecutor(4) as threads:
-        assert list(threads.map(run, range(4))) == [0, 1, 2, 3]
-    for wrapper in wrappers:
-        assert rig.counts(wrapper) == Counts(1, 1, 801, 801, 1)
-        assert wrapper.unwrap().calls == 2
-
-
 def test_a_forward_inside_a_forward_is_refused(rig: Any) -> None:
     inner = rig.captured(rig.wrap(plus_one, name="inner"), X, at_key=4)
     outer = rig.wrap(lambda x: rig.call(inner, x, at_key=4), name="outer")

@@ -92,9 +92,6 @@ def test_without_a_graph_it_is_the_compiler_alone_and_without_context_says_once_
     assert fast.rt.counts() == {}
 
 
-# -- weights
-
-
 # -- captures that nobody directed, and the end of a runtime
 
 

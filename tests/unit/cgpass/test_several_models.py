@@ -95,6 +95,3 @@ def test_runtime_of_works_again_after_a_reset(keyed: Make) -> None:
     fast.capture("FULL")
     fast.check("FULL")
     assert fast.uses() == {(1, 2)}
-
-
-# -- several compiled models

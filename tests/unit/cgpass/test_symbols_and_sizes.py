@@ -239,6 +239,3 @@ def test_sizes_outside_the_guards_are_listed_and_captured_as_graphs_of_their_own
     assert fast.rt.stats().callables == callables
     counts = sorted((size, *counts) for (_, size), counts in fast.tally(mode).items())
     assert counts == [(size, 1, 2) for size in sizes]
-
-
-# -- Dynamo's recompile limit

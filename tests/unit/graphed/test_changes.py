@@ -113,21 +113,6 @@ def test_a_change_is_seen(change: str, declared: bool) -> None:
     assert replays(fast) > before
 
 
-def test_a_conversion_that_swaps_parameters() -> None:
-    """Torch swaps no tensor that somebody refers to weakly, as graphs do: the graphs go first."""
-    model, eager = Changing().eval(), Changing().eval()
-    fast = graphed(model)
-    for dtype in (torch.float32, torch.float64, torch.float32):
-        torch.__future__.set_swap_module_params_on_conversion(True)
-        try:
-            fast.to(dtype)
-            eager.to(dtype)
-        finally:
-            torch.__future__.set_swap_module_params_on_conversion(False)
-        agrees(fast, eager, 3, 5, 3, 5, 3, 5, dtype=dtype)
-    assert replays(fast) > 0
-
-
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
@@ -166,6 +151,3 @@ def test_many_models_of_one_class_each_have_their_recompile_limit() -> None:
         fast = graphed(model)
         agrees(fast, model, 3, 3, 3)
         assert replays(fast) > 0
-
-
-# Threads that share a graphed model, or have one each, with captures under way: everybody gets their own results.

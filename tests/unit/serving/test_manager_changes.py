@@ -34,22 +34,6 @@ def test_weights_replaced_in_every_way_are_noticed() -> None:
     assert "captured again" in notes(manager)
 
 
-def test_weights_written_in_place_need_no_capture() -> None:
-    model = Rows().eval()
-    manager = captured(model)
-    before = manager.runtime.stats().captured
-    model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
-    assert_right(manager)
-    with torch.no_grad():
-        model.inner.weight.mul_(2)
-        model.inner.bias.data.copy_(torch.ones(5))
-    assert_right(manager)
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    assert_right(manager)
-    assert manager.runtime.stats().captured == before
-
-
 class Square(nn.Module):
     """A weight that has the shape of its transpose."""
 

@@ -148,9 +148,6 @@ def test_where_a_key_cannot_be_captured_nothing_is_left() -> None:
     assert manager.runtime.scopes.current() is None
 
 
-# -- the report -------------------------------------------------------------------------------------------------------
-
-
 # -- within a limit ---------------------------------------------------------------------------------------------------
 
 
