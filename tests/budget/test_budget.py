@@ -12,35 +12,17 @@ from tests.budget import SLACK, UPDATE, budgets, differences, files_at, files_no
 SPREAD = '''
 def served(
     sizes: list[int],
-    *,
-    at_most: int,
 ) -> dict[str, int]:
-    """The sizes that are served.
-
-    Each has a graph
-    of its own.
-    """
     # A size that is larger
     # runs eagerly.
-    table = {
+    return {
         "one": 1,
-        "two": 2,
     }
-    if not sizes:
-        raise ValueError(
-            "no sizes: "
-            "name one"
-        )
-
-    return table
 '''
 JOINED = '''
-def served(sizes: list[int], *, at_most: int) -> dict[str, int]:
-    """The sizes that are served. Each has a graph of its own."""
+def served(sizes: list[int]) -> dict[str, int]:
     # A size that is larger runs eagerly.
-    table = {"one": 1, "two": 2}
-    if not sizes: raise ValueError("no sizes: name one")
-    return table
+    return {"one": 1}
 '''
 ROWS = [str(number) for number in range(100, 130)]
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphpass.errors import GraphpassError, OptionError, OutOfPagesError, ShapeError
+from graphpass.errors import GraphpassError, OptionError, ShapeError
 from graphpass.text import Request
 from graphpass.text.scheduler import Scheduler, StepPlan
 
@@ -146,16 +146,6 @@ def test_requests_can_be_removed_in_every_state() -> None:
     scheduler.close()
     assert not scheduler.has_work()
     assert scheduler.plan() is None
-
-
-def test_waiting_for_foreign_pages_is_an_error() -> None:
-    pages = CheckedPages(4)
-    pages.allocate(3)
-    scheduler = Scheduler(pages, page_size=4, max_num_reqs=1, max_num_tokens=4, max_seq_len=16)
-    scheduler.add(make_request("request 0", 4, 4))
-    with pytest.raises(OutOfPagesError, match="request 0 waits for pages") as caught:
-        scheduler.plan()
-    assert caught.value.found == "1 of 4"
 
 
 @pytest.mark.parametrize(
