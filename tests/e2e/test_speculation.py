@@ -196,25 +196,6 @@ def test_text_that_repeats_takes_fewer_steps(draft_tokens: int) -> None:
     manager.close()
 
 
-def test_decode_steps_replay_uniform_keys_whatever_is_guessed(managers: Managers) -> None:
-    """All rows of a step that only decodes have 1 + k tokens; mixed batches alone go to PIECEWISE."""
-    manager = managers("qwen3", mode="FULL_AND_PIECEWISE", draft_tokens=3, compiler="aot_eager")
-    before = {(key.captured.mode, key.captured.descriptor): key.replays for key in manager.stats().keys}
-    with Generation(manager, drafter=Nobody()) as generation:
-        for index in range(5):
-            generation.add(Request.of(str(index), range(index, index + 5), 6))
-        while not generation.is_done():
-            generation.step()
-        assert generation.stats().num_steps == 6
-    hits = {
-        (key.captured.mode, key.captured.descriptor.num_tokens): key.replays - before[key.captured.mode, descriptor]
-        for key in manager.stats().keys
-        for descriptor in [key.captured.descriptor]
-        if key.replays > before[key.captured.mode, descriptor]
-    }
-    assert hits == {(PIECEWISE, 32): 1, (FULL, 32): 5}
-
-
 def test_keys_have_whole_requests(managers: Managers) -> None:
     keys = managers("qwen3", mode="FULL_AND_PIECEWISE", draft_tokens=3, compiler="aot_eager").dispatcher.keys
     assert {key.num_tokens for key in keys[PIECEWISE]} == {8, 32}
