@@ -101,6 +101,19 @@ def test_views_of_two_storages_over_one_memory_overlap() -> None:
     assert WrittenInputs(tensors=(0, 1), written=frozenset({0})).overlap(args)
 
 
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
+def test_a_view_output_fed_back_into_an_input_that_is_written(mode: str, rt: gp.GraphRuntime) -> None:
+    def model(y: torch.Tensor) -> torch.Tensor:
+        y.mul_(0.5)
+        return y + 1
+
+    fast, found = compiled(model, rt, outputs="view"), torch.randn(4)
+    expected = found.clone()
+    for _ in range(4):
+        found, expected = run(fast, mode, found), model(expected)
+        torch.testing.assert_close(found, expected)
+
+
 STRIDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "a view": lambda x: x.as_strided((4, 4), (4, 1), 1) * 2,
     "a copy": lambda x: torch.as_strided_copy(x, (4, 4), (4, 1), 1) * 2,
