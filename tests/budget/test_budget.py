@@ -9,7 +9,7 @@ import pytest
 
 from tests.budget import SLACK, UPDATE, budgets, differences, files_at, files_now, lines_of, problems, write
 
-SPREAD = '''
+SPREAD = """
 def served(
     sizes: list[int],
 ) -> dict[str, int]:
@@ -18,12 +18,12 @@ def served(
     return {
         "one": 1,
     }
-'''
-JOINED = '''
+"""
+JOINED = """
 def served(sizes: list[int]) -> dict[str, int]:
     # A size that is larger runs eagerly.
     return {"one": 1}
-'''
+"""
 ROWS = [str(number) for number in range(100, 130)]
 
 
