@@ -85,7 +85,7 @@ class EncoderCudaGraphManager:
         self.place = torch.device(device), dtype
         self._config = checked_config(model.get_encoder_cudagraph_config())
         keys = keys_of(self._options, self._config, model.get_encoder_cudagraph_budget_range())
-        self.runtime = GraphRuntime(device=device)
+        self.runtime = GraphRuntime(device=self.place[0])
         self._kernels = (model.encoder_attention_kernel(),) if isinstance(model, SupportsEncoderKernels) else ()
         for use in self._kernels:
             if use.remedy:
@@ -94,7 +94,14 @@ class EncoderCudaGraphManager:
         self._captured: CapturedEncoder | None = None
         self._is_to_recapture, self._graph_pool = False, None
         self._eager_planner = self._ladder.planner()
-        self._compiler = _compiler_of(model, self._options, self.place[0])
+        self._is_to_compile = isinstance(model, SupportsEncoderCompilation) and self._options.compile is not False
+        if self._options.compile and not self._is_to_compile:
+            raise EncoderConfigError(
+                "the encoder cannot be compiled",
+                expected="a model with compile_encoder(compiler, runtime, **options)",
+                found=f"compile=True and {type(model).__name__}",
+                remedy="omit compile to capture the eager encoder",
+            )
         self._ledger = Ledger()
         self._requests, self._eager = (self._ledger.rows("encoder", event)[""] for event in (REQUEST, EAGER))
         self._replays = self._ledger.rows("encoder", REPLAYED)
@@ -192,20 +199,14 @@ class EncoderCudaGraphManager:
         with self._lock, capture_settings():
             self._follow_weights()  # guard: encoder_adapted_to_weights
             captured = self._captured
-            if captured is None or not captured.budgets:
+            setting = None if captured is None else captured.state.setting_changed()
+            # guard: encoder_adapted_setting
+            if captured is None or not captured.budgets or setting is not None:
                 raise CaptureError(
-                    "the encoder has no graphs to adapt to its traffic",
-                    expected="capture() before adapt()",
-                    found="no graphs",
-                    remedy="call capture()" if self._options.enable else "set enable=True, and call capture()",
-                )
-            setting = captured.state.setting_changed()
-            if setting is not None:  # guard: encoder_adapted_setting
-                raise CaptureError(
-                    "the encoder cannot adapt under another setting",
-                    expected="the settings of the capture",
-                    found=f"{setting} has changed",
-                    remedy="call adapt() under the setting of the capture, or clear() and capture() under the new one",
+                    "the encoder cannot adapt to its traffic",
+                    expected="graphs, and the settings of their capture",
+                    found="no graphs" if setting is None else f"{setting} has changed",
+                    remedy="call capture() with enable=True, after clear() if a setting has changed",
                 )
             more = self._recurring()[:max_sizes]
             if more:
@@ -257,10 +258,11 @@ class EncoderCudaGraphManager:
         self._captured = None
 
     def _compile(self) -> None:
-        if self._compiler is not None:
+        if self._is_to_compile:
             assert isinstance(self.model, SupportsEncoderCompilation)
-            self.model.compile_encoder(self._compiler, self.runtime, **self._options.of_backend())
-            self._compiler = None  # it is compiled once
+            compiler = self._options.compiler or ("inductor" if self.place[0].type == "cuda" else "aot_eager")
+            self.model.compile_encoder(compiler, self.runtime, **self._options.of_backend())
+            self._is_to_compile = False
 
     # -- running ----------------------------------------------------------------------------------------------------
 
@@ -284,7 +286,12 @@ class EncoderCudaGraphManager:
             ShapeError: the contents that the encoder prepared do not fit the buffers.
         """
         with self._lock, capture_settings():
-            return list(self._postprocessed(*self._encoded(items)))
+            outputs, specs = self._encoded(items)
+            results = self.model.postprocess_encoder_output(outputs, specs) if specs else ()
+            if len(results) != len(specs):
+                expected = f"{len(specs)}, one for each item"
+                raise contradiction("number of results from postprocess_encoder_output", expected, len(results))
+            return list(results)
 
     def execute_together(self, items: EncoderItems) -> tuple[torch.Tensor, ...]:
         """Like :meth:`execute`, but not split by item: each output of the encoder, with the rows of all items."""
@@ -426,28 +433,3 @@ class EncoderCudaGraphManager:
                 _LARGER if failed is None else failed.remedy,
                 at=f"{num_tokens} tokens",
             )
-
-    def _postprocessed(
-        self, outputs: tuple[torch.Tensor, ...], specs: Sequence[EncoderItemSpec]
-    ) -> Sequence[EncoderOutput]:
-        if not specs:
-            return ()
-        found = self.model.postprocess_encoder_output(outputs, specs)
-        if len(found) != len(specs):
-            expected = f"{len(specs)}, one for each item"
-            raise contradiction("number of results from postprocess_encoder_output", expected, len(found))
-        return found
-
-
-def _compiler_of(model: SupportsEncoderCudaGraph, options: EncoderOptions, device: torch.device) -> str | None:
-    can_be_compiled = isinstance(model, SupportsEncoderCompilation)
-    if options.compile and not can_be_compiled:
-        raise EncoderConfigError(
-            "the encoder cannot be compiled",
-            expected="a model with compile_encoder(compiler, runtime, **options)",
-            found=f"compile=True and {type(model).__name__}",
-            remedy="omit compile to capture the eager encoder",
-        )
-    if options.compile is False or not can_be_compiled:
-        return None
-    return options.compiler or ("inductor" if device.type == "cuda" else "aot_eager")

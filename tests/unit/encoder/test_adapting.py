@@ -59,7 +59,7 @@ def test_the_new_budgets_are_captured_again_with_the_others() -> None:
 
 def test_what_is_refused() -> None:
     manager = made(toy.ToyEncoder(), capture=False)
-    with pytest.raises(CaptureError, match="no graphs to adapt"):
+    with pytest.raises(CaptureError, match=r"cannot adapt.*found no graphs"):
         manager.adapt()
     manager.capture()
     with pytest.raises(EncoderConfigError, match="max_sizes"):
