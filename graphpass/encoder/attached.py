@@ -32,7 +32,7 @@ class AttachedEncoder:
         self.manager, self._model, self._modality, self._tower = manager, model, modality, tower
         self._adapter = cast(TowerAdapter, manager.model)
         self._served = _served(tower, self)
-        self._parameters = inspect.signature(tower.forward).parameters
+        self._names = [name for name in inspect.signature(tower.forward).parameters if name != "kwargs"]
 
     def detach(self) -> None:
         """Give the model its tower back, with the weights of now, and release the graphs. It may be repeated."""
@@ -58,8 +58,7 @@ class AttachedEncoder:
 
     def items(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
         """The items of a call of the tower; None if the stock tower has to run it."""
-        names = [name for name in self._parameters if name != "kwargs"]
-        given = {**dict(zip(names, args, strict=False)), **named}
+        names, given = self._names, {**dict(zip(self._names, args, strict=False)), **named}
         more = {name: value for name, value in given.items() if name not in (names[0], "grid_thw")}
         asks_more = any(isinstance(v, torch.Tensor) or (v and name.startswith("output_")) for name, v in more.items())
         pixels, weight = given.get(names[0]), next(self._tower.parameters())

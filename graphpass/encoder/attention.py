@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from graphpass.compat import operators
-from graphpass.errors import OptionError, ShapeError
+from graphpass.errors import ShapeError
 from graphpass.ops import by_token, kernel_fault, refuse_unserved, register_attention
 from graphpass.report import KernelUse
 
@@ -136,11 +136,7 @@ def _flash(
 
 @functools.cache
 def _fault_of_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Test the kernel on this device; returns the reason why it cannot be used, or None.
-
-    All pieces of a sequence read the same keys. Torch documents the kernel only for consecutive, disjoint keys, and a
-    kernel that requires them would return wrong results.
-    """
+    """Test the kernel on this device, with keys that pieces share; the reason why it cannot be used, or None."""
     lengths = [PIECE_LENGTH + 3, 5, 2 * PIECE_LENGTH]
     seeded = torch.Generator().manual_seed(0)
     query, key, value = (
@@ -197,18 +193,21 @@ def _packed_of_layer(
     """
     refuse_unserved(
         module,
-        {"attention_mask": attention_mask is not None, "dropout": bool(dropout), "is_causal": bool(is_causal)},
+        {
+            "attention_mask": attention_mask is not None,
+            "dropout": bool(dropout),
+            "is_causal": bool(is_causal),
+            "no query_bounds": query_bounds is None,
+            "no cu_seq_lens_q": cu_seq_lens_q is None,
+            "no key_lengths": key_lengths is None,
+        },
         what="attention within packed images",
-        expected="unmasked attention between all tokens of an image, without dropout",
+        expected="unmasked attention between all tokens of an image, without dropout, through the tower's adapter",
         remedy="call model.eval(); other attention needs a separate adapter",
     )
-    if query_bounds is None or cu_seq_lens_q is None or key_lengths is None:
-        raise OptionError(
-            f"{PACKED_ATTENTION} needs the bounds of packed sequences",
-            expected="query_bounds, cu_seq_lens_q and key_lengths, which transformers passes on from the block",
-            found=f"at least one missing from {type(module).__name__}",
-            remedy="use the tower through its adapter",
-        )
+    assert query_bounds is not None
+    assert cu_seq_lens_q is not None
+    assert key_lengths is not None
     if key.shape[1] != query.shape[1]:  # several heads of queries share one of keys and values
         key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], dim=1) for part in (key, value))
     what = f"attention of {type(module).__name__} takes the tokens of all images in one row"

@@ -284,10 +284,7 @@ class EncoderGraphs:
 
 
 class EncoderBuffers(PaddedMemory[str]):
-    """Flat memory for the buffers of the largest keys; the buffers of each key are views of its start.
-
-    Buffers are padded in dimension 0; the size field of a buffer is its name.
-    """
+    """Flat memory for the buffers of the largest keys; the buffers of each key are views of its start."""
 
     def __init__(self, config: EncoderCudaGraphConfig, largest: Sequence[Mapping[str, torch.Tensor]]) -> None:
         self._config = config
