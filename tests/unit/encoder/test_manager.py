@@ -20,7 +20,7 @@ from graphpass.encoder import (
     SupportsEncoderExamples,
     budgets,
 )
-from graphpass.encoder.protocol import EncoderOutput
+from graphpass.encoder.protocol import EncoderItems, EncoderOutput
 from graphpass.errors import CaptureError
 from tests.threads import in_threads
 from tests.unit.encoder import toy
@@ -128,6 +128,32 @@ def test_results_survive_later_calls() -> None:
     assert_same(kept, expected)
     kept[0][0].fill_(7)
     assert_same(kept[1:], expected[1:])
+
+
+class Identity(toy.ToyEncoder):
+    """What it returns is the buffer itself."""
+
+    def encoder_cudagraph_forward(self, buffers: Mapping[str, torch.Tensor], key: EncoderGraphKey) -> EncoderOutput:
+        return buffers["wide"]
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self, key: EncoderGraphKey, device: torch.device, dtype: torch.dtype
+    ) -> Mapping[str, torch.Tensor]:
+        return {"wide": torch.zeros(key.tokens, toy.WIDTH)}
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, items: EncoderItems, key: EncoderGraphKey
+    ) -> Mapping[str, torch.Tensor | None]:
+        return {"wide": torch.full((sum(items["sizes"]) // toy.MERGE, toy.WIDTH), float(items["value"][0]))}
+
+
+def test_results_that_are_the_buffer_survive() -> None:
+    encoder = Identity(padding={}, budget_range=(1, 32))
+    object.__setattr__(encoder.config, "buffer_keys", ("wide",))
+    manager = made(encoder)
+    first = manager.execute(toy.images([4], value=[1.0]))[0]
+    manager.execute(toy.images([4], value=[2.0]))
+    assert first.unique().tolist() == [1]
 
 
 def test_two_managers_do_not_disturb_each_other() -> None:
