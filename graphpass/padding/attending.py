@@ -16,7 +16,6 @@ from graphpass.padding.opcall import (
     PaddingRule,
     Returned,
     tensors_of,
-    words,
 )
 from graphpass.padding.pointwise import broadcast, draws, entry_by_entry, real_entries
 from graphpass.padding.values import (
@@ -137,8 +136,6 @@ def flex_attention(call: OpCall) -> Returned:
 
 # --- infinities: entries of a result that a mask, or an operator, makes infinite
 
-_ALSO_MOVES = words("copy_ unfold slice_scatter select_scatter zero_padding")
-
 
 def infinities_of(call: OpCall, rule: PaddingRule | None, value: PaddedValue) -> Pad | None:
     """What real entries of ``value`` hold if the graph makes some of them infinite, else None."""
@@ -152,7 +149,7 @@ def infinities_of(call: OpCall, rule: PaddingRule | None, value: PaddedValue) ->
         found = real_entries(call)
     elif rule is softmax:
         found = weight_of(call.name, *held)
-    elif call.name in MOVES or call.name in _ALSO_MOVES:
+    elif call.name in MOVES:
         found = functools.reduce(by_data, (*held, *numbers))
     else:
         found = blurred(*(map(shown, held) if rule is attention or call.name == "logsumexp" else held))

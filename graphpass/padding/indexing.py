@@ -109,8 +109,6 @@ def index(call: OpCall) -> PaddedValue:
     value = call.tensor("self")
     indices: Sequence[PaddedValue | None] = call.argument("indices")
     hit = {dim: index for dim, index in enumerate(indices) if index is not None}
-    if not hit:
-        return value
     if any(index.dtype in (torch.bool, torch.uint8) for index in hit.values()):
         raise call.refuse("a mask picks entries, as many as contents say")
     picked, at, moved = _picked(call, value, hit)

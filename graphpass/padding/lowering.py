@@ -87,6 +87,9 @@ _ARITHMETIC: Mapping[str, tuple[Any, Any]] = {
 }
 
 
+_OWN = frozenset((NEUTRAL, REAL_SIZE, RESULTS, GETITEM, REAL_ORDER, REAL_INDEX))
+
+
 class _Writer:
     """The state of one run: the graph's nodes by the values of the record, and numbers that are computed once."""
 
@@ -124,36 +127,30 @@ class _Writer:
         kept = in_parts - self._changed_inside(original, made, last)  # guard: made_in_parts, made_in_whole
         stands_for = [node if at == last[node] else None for at, node in self._recorded.items()]
         self._originals = [*self._values, *stands_for]
+        several = list[fx.Node]()
         for node, source, front in zip(made.graph.nodes, made.sources, fronts, strict=True):
             own = None if source is None else self._recorded[source]
-            if source is None or own is None:
-                self._values.append(self._new(node, front, made.graph))
-            elif own in kept:
+            before = None if source is None or own in in_parts else original.nodes[source]
+            if own is not None and (own in kept or (before is not None and self._is_unchanged(node, before))):
                 self._values.append(own if source == last[own] else None)
-            elif own in in_parts or node.op not in (GETITEM, original.nodes[source].op):
-                self._values.append(self._new(node, front, made.graph))
-                if source == last[own] and isinstance(self._values[-1], fx.Node):
-                    self._replace(own)
-            elif node.op == GETITEM and isinstance(self._of_results(node), tuple):
-                self._values.append(self._of_results(node)[dict(node.arguments)["at"]])
-                several: Any = own.args[0]
-                self._replace(own)
-                if not several.users:
-                    self._graph.erase_node(several)
+                continue
+            value = self._new(node, front, made.graph)
+            self._values.append(value)
+            if own is None or source is None or source != last[own]:
+                continue
+            if isinstance(value, fx.Node):
+                own.replace_all_uses_with(value)
+                self._originals[len(original.inputs) + source] = value
+                self._graph.erase_node(own)
             else:
-                self._update(own, node, original.nodes[source])
-                self._values.append(self._with_one_more(own, _dims_with_one_more(node, made.graph)))
-
-    def _replace(self, own: fx.Node) -> None:
-        """Put the last value in the place of a node."""
-        own.replace_all_uses_with(self._values[-1])
-        self._graph.erase_node(own)
+                several.append(own)
+        for own in several:
+            self._graph.erase_node(own)
 
     def _new(self, node: AtenNode, front: fx.Node, graph: AtenGraph) -> Any:
         self._before = front
         self._where = {key: one for key, one in front.meta.items() if key in ("stack_trace", "nn_module_stack")}
-        written, dims = self._written(node), _dims_with_one_more(node, graph)
-        return self._with_one_more(written, dims) if dims else written
+        return self._of_repair(node) if node.op in _OWN else self._operator(node, _dims_with_one_more(node, graph))
 
     def _changed_inside(self, original: AtenGraph, made: Made, last: Mapping[fx.Node, int]) -> set[fx.Node | None]:
         """The nodes recorded in parts of which a repair changed one, or reads one that is not the last."""
@@ -166,10 +163,6 @@ class _Writer:
                 of = None if read is None else self._recorded[read]
                 changed.update([own] if of is None else [of] if of is not own and read != last[of] else ())
         return changed
-
-    def _of_results(self, getitem: AtenNode) -> Any:
-        of = dict(getitem.arguments)["of"]
-        return self._values[of.index] if isinstance(of, Ref) else None
 
     def _fronts(self, made: Made) -> list[fx.Node]:
         """For each node of the record the graph's node before which it is written."""
@@ -188,27 +181,6 @@ class _Writer:
             return [self._value(part) for part in argument]
         return self._padded(argument) if isinstance(argument, sympy.Basic) else argument
 
-    def _update(self, own: fx.Node, node: AtenNode, before: AtenNode) -> None:
-        """Give a node of the graph the operands of its record."""
-        old = dict(before.arguments)
-        changed = {name: one for name, one in node.arguments if not self._is_same(one, old.get(name))}
-        if not changed or not isinstance(own.target, operators.OpOverload):
-            return
-        is_of_rows = base_name(node.op) in BAGS and old["offsets"] is None
-        for position, argument in enumerate(operators.schema_of(own.target).arguments):
-            if argument.name in changed:
-                value = self._value(changed[argument.name])
-                if is_of_rows and argument.name != "weight":  # guard: made_bags_of_rows
-                    self._before = own
-                    value = self.call(aten.view.default, value, [-1])
-                if position < len(own.args) and not argument.kwarg_only:
-                    own.update_arg(position, value)
-                else:
-                    own.update_kwarg(argument.name, value)
-        if own.target is _EFFICIENT and "attn_bias" in changed:  # guard: made_bias_is_aligned
-            self._before = own
-            own.update_arg(3, self._aligned(own.args[3]))
-
     def _aligned(self, bias: Any) -> fx.Node:
         """A bias whose rows are a multiple of 8 entries apart, as ATen lays it out for its efficient kernel."""
         if bias.target is aten.expand.default:
@@ -218,23 +190,10 @@ class _Writer:
         wide = self.call(aten.constant_pad_nd.default, bias, [0, behind])
         return self.call(aten.slice.Tensor, wide, -1, 0, keys)
 
-    def _with_one_more(self, own: fx.Node, dims: Sequence[int]) -> fx.Node:
-        """A write along ``dims`` to a tensor with one entry more, which takes what padding writes and is cut off."""
-        if not dims:
-            return own
-        self._before, self._where = own, {key: one for key, one in own.meta.items() if key != "val"}
-        rank = own.meta["val"].dim()
-        behind = [
-            int(side and rank - 1 - turn in {dim % rank for dim in dims}) for turn in range(rank) for side in (0, 1)
-        ]
-        own.update_arg(0, self.call(aten.constant_pad_nd.default, own.args[0], behind))
-        result, self._before = self._valued(own), own.next
-        users = list(own.users)
-        for dim in dims:
-            result = self.call(aten.slice.Tensor, result, dim, 0, -1)
-        for user in users:
-            user.replace_input_with(own, result)
-        return result
+    def _is_unchanged(self, node: AtenNode, before: AtenNode) -> bool:
+        return node.op == before.op and self._is_same(
+            tuple(one for _, one in node.arguments), tuple(one for _, one in before.arguments)
+        )
 
     def _is_same(self, new: Any, old: Any) -> bool:
         """Whether an argument of the new record is what the old record's argument is."""
@@ -263,7 +222,7 @@ class _Writer:
         node.meta = {**self._where, "val": symbolic.extract_val(target(*plain_args, **plain_kwargs))}
         return node
 
-    def _written(self, node: AtenNode) -> Any:
+    def _of_repair(self, node: AtenNode) -> Any:
         arguments = dict(node.arguments)
         if node.op == NEUTRAL:
             return self._neutral(arguments)
@@ -272,16 +231,18 @@ class _Writer:
         if node.op == RESULTS:
             return tuple(map(self._value, arguments["results"]))
         if node.op == GETITEM:
-            of, at = self._of_results(node), arguments["at"]
+            of, at = self._values[arguments["of"].index], arguments["at"]
             return of[at] if isinstance(of, tuple) else self.call(operator.getitem, of, at)
         if node.op == REAL_ORDER:
             return self._sorted(arguments)
-        if node.op == REAL_INDEX:
-            wraps, is_longer = arguments["wraps"], arguments["is_longer"]
-            return self._index(self._value(arguments["self"]), arguments["size"], wraps=wraps, is_longer=is_longer)
-        op = operator_named(node.op)
+        wraps, is_longer = arguments["wraps"], arguments["is_longer"]
+        return self._index(self._value(arguments["self"]), arguments["size"], wraps=wraps, is_longer=is_longer)
+
+    def _operator(self, node: AtenNode, longer: Sequence[int]) -> fx.Node:
+        """A call; along dimensions ``longer`` the tensor that it writes to has one entry more, cut off afterwards."""
+        op, arguments = operator_named(node.op), dict(node.arguments)
         assert op is not None, "repairs are made of operators that exist"
-        args, kwargs = [], {}
+        args, kwargs = list[Any](), {}
         for argument in operators.schema_of(op).arguments:
             value = self._value(arguments.get(argument.name, argument.default_value))
             if argument.name == "device":
@@ -290,7 +251,20 @@ class _Writer:
                 args.append(value)
             elif value is not None and value != argument.default_value:
                 kwargs[argument.name] = value
-        return self.call(op, *args, **kwargs)
+        if base_name(node.op) in BAGS and arguments["offsets"] is None:  # guard: made_bags_of_rows
+            args[1], args[6] = (one and self.call(aten.view.default, one, [-1]) for one in (args[1], args[6]))
+            args[2] = self._before.args[2]
+        if op is self._before.target is _EFFICIENT and args[3] not in self._before.args:  # guard: made_bias_is_aligned
+            args[3] = self._aligned(args[3])
+        if longer:
+            rank = args[0].meta["val"].dim()
+            dims = {dim % rank for dim in longer}
+            behind = [int(side and rank - 1 - turn in dims) for turn in range(rank) for side in (0, 1)]
+            args[0] = self.call(aten.constant_pad_nd.default, args[0], behind)
+        result = self.call(op, *args, **kwargs)
+        for dim in longer:
+            result = self.call(aten.slice.Tensor, result, dim, 0, -1)
+        return result
 
     def _sorted(self, arguments: Mapping[str, Any]) -> fx.Node:
         """NaN is the greatest, and a stable sort puts real entries that equal padding before it."""

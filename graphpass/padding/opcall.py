@@ -305,7 +305,8 @@ MOVES = words(
     "clone alias detach lift_fresh lift_fresh_copy _to_copy to convert_element_type copy fill view _unsafe_view",
     "reshape _reshape_alias view_copy squeeze unsqueeze permute transpose t expand broadcast_in_dim repeat select",
     "slice split split_with_sizes unbind cat stack flip roll index _unsafe_index index_select gather embedding",
-    "constant_pad_nd scatter index_put _unsafe_index_put amax amin max min sort topk kthvalue cummax cummin",
+    "constant_pad_nd scatter index_put _unsafe_index_put slice_scatter select_scatter zero_padding copy_ unfold",
+    "amax amin max min sort topk kthvalue cummax cummin",
 )
 """Operators whose results hold entries of their arguments, perhaps beside numbers."""
 
