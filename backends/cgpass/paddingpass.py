@@ -50,38 +50,27 @@ class PaddingPasses:
 
     def __call__(self, region: Region) -> RegionPadding:
         """The pass over one region."""
-        is_only = len(self.parts.regions) == 1
-        declared = {p: self.declared[name] for p, name in enumerate(region.inputs) if name in self.declared}
-        # What a region writes to may overlap another input, if a caller passes it: then no artifact runs.
-        given = {graph_input.name for graph_input in self.parts.inputs}
-        written = {region.inputs[position] for position in region.mutated_inputs}
-        can_make = given.isdisjoint(written)  # guard: made_without_writes
-        entries = self.entries if can_make else {}
-        free = frozenset(p for p, name in enumerate(region.inputs) if is_only and name in self.free)
-        known = declared if is_only else None
-        return RegionPadding(region.graph_module, self.fields, entries, known, free, self.compiler)
+        return RegionPadding(self, region)
 
 
 class RegionPadding:
-    """The pass over one region: see :class:`graphpass.compile.compilers.RegionPass`.
+    """The pass over one region: see :class:`graphpass.compile.compilers.RegionPass`."""
 
-    ``declared`` has what the padding of its inputs holds, by position; None for one of several regions.
-    """
-
-    def __init__(
-        self,
-        region: fx.GraphModule,
-        fields: Mapping[sympy.Symbol, str],
-        entries: Mapping[sympy.Symbol, int],
-        declared: Mapping[int, float | int | bool | None] | None,
-        free: frozenset[int] = frozenset(),
-        compiler: str = "aot_eager",
-    ) -> None:
-        self._inputs = list(map(symbolic.example_value, region.graph.find_nodes(op="placeholder")))
-        self._real_sizes = [p for p, n in enumerate(region.graph.find_nodes(op="placeholder")) if REAL_SIZES in n.meta]
-        self._fields, self._entries = fields, entries if self._real_sizes else {}
-        self._declared, self._is_only, self._free = declared or {}, declared is not None, free
-        self._compiler = compiler
+    def __init__(self, passes: PaddingPasses, region: Region) -> None:
+        placeholders = list(region.graph_module.graph.find_nodes(op="placeholder"))
+        self._inputs = list(map(symbolic.example_value, placeholders))
+        self._real_sizes = [position for position, node in enumerate(placeholders) if REAL_SIZES in node.meta]
+        # What a region writes to may overlap another input, if a caller passes it: then no artifact runs.
+        given = {graph_input.name for graph_input in passes.parts.inputs}
+        written = {region.inputs[position] for position in region.mutated_inputs}
+        can_make = bool(self._real_sizes) and given.isdisjoint(written)  # guard: made_without_writes
+        self._fields, self._entries = passes.fields, passes.entries if can_make else {}
+        self._is_only = len(passes.parts.regions) == 1
+        named = list(enumerate(region.inputs)) if self._is_only else []
+        #: what the padding of inputs holds, by position; those of which nobody has decided it
+        self._declared = {position: passes.declared[name] for position, name in named if name in passes.declared}
+        self._free = frozenset(position for position, name in named if name in passes.free)
+        self._compiler = passes.compiler
         self.changed: fx.GraphModule | None = None
         self.decisions: tuple[tuple[str, str, str], ...] = ()
         self.key = self._key()
