@@ -291,8 +291,8 @@ def index_put(call: OpCall) -> PaddedValue:
         return _written(call, value.factors, values)
     for dim in hit:
         check_order(call, value.factors[dim])
-    reason = by_contents("data selects the entries that are written", size, HIDE_PADDING if _adds(call) else "")
-    return _written(call, value.factors, values, reason)
+    what = f"data selects which entries of dimension {', '.join(map(str, hit))} are written"
+    return _written(call, value.factors, values, by_contents(what, size, HIDE_PADDING if _adds(call) else ""))
 
 
 def _masked_put(call: OpCall, value: PaddedValue, values: PaddedValue, masks: Sequence[PaddedValue]) -> PaddedValue:
