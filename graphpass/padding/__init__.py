@@ -45,8 +45,8 @@ A softmax over a padded dimension
 Files, each above those that it uses: ``lowering`` (writes repairs into a graph), ``deciding`` (which sizes get them),
 ``repairs`` (what is tried for each operator; ``moving``: those that move entries; ``averaging``: statistics),
 ``making`` (the walk that repairs), ``proof`` (verdicts), ``interpreter`` (one graph), ``program`` (a graph as a
-record), ``table`` (what each operator does) with its relations ``rearranging``, ``indexing``, ``attending``,
-``combining`` and ``pointwise``, ``calls`` (what a rule sees), ``sizes`` and ``values``.
+record) and ``fused`` (operators in parts), ``table`` (what each operator does) with its relations ``rearranging``,
+``indexing``, ``attending``, ``combining`` and ``pointwise``, ``opcall`` (what a rule sees), ``sizes`` and ``values``.
 """
 
 from graphpass.ledger import PaddingFinding, Verdict

@@ -57,13 +57,6 @@ class _Entries:
         return self.averaged(squares, self.rows, less), mean
 
 
-def _cast(making: Making, ref: Ref, dtype: torch.dtype) -> Ref:
-    shape = making.shape_of(ref)
-    if shape.dtype is dtype:
-        return ref
-    return making.emit("prims::convert_element_type", replace(shape, dtype=dtype), a=ref, dtype=dtype)
-
-
 def mean(operands: Operands) -> Ref:
     """The sum, divided by the real number of entries."""
     call, ref, shape = operands.call, operands.ref("self"), operands.shape
@@ -71,7 +64,7 @@ def mean(operands: Operands) -> Ref:
     entries = _Entries(operands.making, ref, combining.named_dims(call, call.tensor("self")), _wide(shape.dtype))
     rows = replace(shape, dtype=_wide(shape.dtype))
     made = entries.averaged(ref, rows, keepdim=bool(call.argument("keepdim", default=False)))
-    return _cast(operands.making, made, shape.dtype)
+    return operands.making.cast(made, shape.dtype)
 
 
 def variance(operands: Operands) -> Ref:
@@ -90,7 +83,7 @@ def variance(operands: Operands) -> Ref:
             part = making.emit(
                 "aten::squeeze.dims", replace(shape, dtype=_wide(shape.dtype)), self=part, dim=tuple(dims)
             )
-        results.append(_cast(making, part, shape.dtype))
+        results.append(making.cast(part, shape.dtype))
     return results[0] if len(shapes) == 1 else _several(operands, dict(enumerate(results)))
 
 
@@ -119,7 +112,7 @@ def bags(operands: Operands) -> Ref:
         made = making.filled(rows, making.places(rows, [1]), fill)
         op = "aten::amax" if mode == 2 else "aten::sum.dim_IntList"
         made = making.emit(op, shape, self=made, dim=(1,), keepdim=False)
-    return _several(operands, {0: _cast(making, made, shape.dtype)})
+    return _several(operands, {0: making.cast(made, shape.dtype)})
 
 
 def averaged_windows(operands: Operands) -> Ref:

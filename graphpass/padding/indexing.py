@@ -246,9 +246,14 @@ def scatter(call: OpCall) -> PaddedValue:
     size = call.sizes.first_padded(value.factors[dim], index.factors[dim]) if value.rank else None
     if size is None or drops_padding(call, index, value.factors[dim]) or _adds_zeros(call, source, value.factors[dim]):
         return _written(call, value.factors, source)
-    check_order(call, value.factors[dim])
-    what, remedy = f"data selects which entries of dimension {dim} are written", HIDE_PADDING if _adds(call) else ""
-    return _written(call, value.factors, source, by_contents(what, size, remedy))
+    return _written(call, value.factors, source, _by_data(call, value, [dim], size))
+
+
+def _by_data(call: OpCall, value: PaddedValue, dims: Sequence[int], size: Size) -> PaddingReason:
+    for dim in dims:
+        check_order(call, value.factors[dim])
+    what = f"data selects which entries of dimension {', '.join(map(str, dims))} are written"
+    return by_contents(what, size, HIDE_PADDING if _adds(call) else "")
 
 
 def index_add(call: OpCall) -> PaddedValue:
@@ -289,10 +294,7 @@ def index_put(call: OpCall) -> PaddedValue:
     is_aligned, flat = values.factors == target.factors, tuple(size for dim in hit for size in value.factors[dim])
     if size is None or (is_aligned and _adds_zeros(call, values, flat)):
         return _written(call, value.factors, values)
-    for dim in hit:
-        check_order(call, value.factors[dim])
-    what = f"data selects which entries of dimension {', '.join(map(str, hit))} are written"
-    return _written(call, value.factors, values, by_contents(what, size, HIDE_PADDING if _adds(call) else ""))
+    return _written(call, value.factors, values, _by_data(call, value, list(hit), size))
 
 
 def _masked_put(call: OpCall, value: PaddedValue, values: PaddedValue, masks: Sequence[PaddedValue]) -> PaddedValue:

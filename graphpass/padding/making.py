@@ -185,6 +185,13 @@ class Making(Walk):
         node = AtenNode(op, tuple(arguments.items()), result, self._where)
         return self._strict(node, None, is_repaired=op.startswith("graphpass::"))
 
+    def cast(self, ref: Ref, dtype: torch.dtype) -> Ref:
+        """The value in another type."""
+        shape = self.shape_of(ref)
+        if shape.dtype is dtype:
+            return ref
+        return self.emit("prims::convert_element_type", replace(shape, dtype=dtype), a=ref, dtype=dtype)
+
     def filled(self, ref: Ref, places: Sequence[Place], fill: Fill) -> Ref:
         """The value with ``fill`` in the padding at ``places``."""
         value = self._values[ref.index]
@@ -340,6 +347,16 @@ class Operands:
         if not isinstance(found, Ref):
             raise NotMade
         return found
+
+    def real_size(self, name: str, dtype: torch.dtype) -> Ref:
+        """The real value of the argument that is a size."""
+        number = self.call.argument(name)
+        if not isinstance(number, sympy.Expr):
+            raise NotMade
+        shape = TensorShape((), dtype)
+        made = self.making.real(number, shape)
+        self.making.inserted(f"the real {number}", number, shape)
+        return made
 
     def replaced(self, path: ArgumentPath, ref: Ref) -> None:
         """Put a value in the place of an argument."""

@@ -24,20 +24,16 @@ from graphpass.padding.values import PaddedValue, Size, TensorShape
 _AT = INDEX[0]  # the index in a dimension that replaces one
 
 
-def _one_dim(operands: Operands, dim: int, place: Any, length: Size) -> Ref:
-    """The operand, with the entries at ``place`` in one dimension."""
-    return operands.making.picked(operands.ref("self"), dim, [place], [length])
-
-
 def selected(operands: Operands) -> Ref:
     """An entry counted from the end of a padded dimension, or by a padded size."""
-    call, index = operands.call, operands.call.argument("index")
+    call, making, index = operands.call, operands.making, operands.call.argument("index")
     need(not isinstance(index, PaddedValue))
     value = call.tensor("self")
     dim = call.dim(call.argument("dim"), value.rank)
     from_end = isinstance(index, int) and index < 0  # guard: made_last_entry
-    entry = _one_dim(operands, dim, product(value.factors[dim]) + index if from_end else index, 1)
-    return operands.making.emit("aten::squeeze.dim", operands.shape, self=entry, dim=dim)
+    place = product(value.factors[dim]) + index if from_end else index
+    entry = making.picked(operands.ref("self"), dim, [place], [1])
+    return making.emit("aten::squeeze.dim", operands.shape, self=entry, dim=dim)
 
 
 def sliced(operands: Operands) -> Ref:
@@ -53,7 +49,7 @@ def sliced(operands: Operands) -> Ref:
     length = operands.shape.sizes[dim]
     steps = last - first if step == 1 else symbolic.floor_div(last - first + step - 1, step)
     need(is_zero_size(steps - length))  # guard: made_slice
-    return _one_dim(operands, dim, first + step * _AT, length)
+    return operands.making.picked(operands.ref("self"), dim, [first + step * _AT], [length])
 
 
 def flipped(operands: Operands) -> Ref:

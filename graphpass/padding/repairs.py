@@ -11,7 +11,7 @@ import torch
 
 from graphpass.padding import averaging, moving
 from graphpass.padding.indexing import WRITES, index_operands, is_whole, new_places, stays_real
-from graphpass.padding.making import NotMade, Operands, Repair, base_name, need
+from graphpass.padding.making import Operands, Repair, base_name, need
 from graphpass.padding.opcall import words
 from graphpass.padding.program import Ref
 from graphpass.padding.sizes import product
@@ -60,35 +60,22 @@ _READS = words("index _unsafe_index gather index_select embedding")
 # --- operators that are rewritten
 
 
-def _size_in(operands: Operands, name: str) -> sympy.Expr:
-    """The argument that is a size."""
-    number = operands.call.argument(name)
-    if not isinstance(number, sympy.Expr):
-        raise NotMade
-    return number
-
-
 def _by_number(operands: Operands) -> Ref:
     """A padded size as a number: the real one, in float32 at least, as a number is not rounded to 16 bits."""
-    number = _size_in(operands, "other")
     making, ref, shape = operands.making, operands.ref("self"), operands.shape
     value: PaddedValue = making.value(ref)
-    is_narrow = value.dtype in (torch.float16, torch.bfloat16)  # guard: made_number_is_exact
-    is_float = value.dtype is not None and value.dtype.is_floating_point
+    own = value.known_dtype
+    is_narrow = own in (torch.float16, torch.bfloat16)  # guard: made_number_is_exact
     # A number leaves the type of a tensor without dimensions as it is, a tensor of a wider type does not.
-    has_own = is_float or (not value.rank and value.dtype is not torch.bool)  # guard: made_number_has_no_type
-    own = value.dtype if value.dtype is not None and has_own else torch.int64
-    wide = torch.float32 if is_narrow else own
-    size = making.real(number, TensorShape((), wide))
-    making.inserted(f"the real {number}", number, replace(shape, sizes=()))
-    if is_narrow:
-        ref = making.emit("prims::convert_element_type", replace(making.shape_of(ref), dtype=wide), a=ref, dtype=wide)
+    has_own = own.is_floating_point or (not value.rank and own is not torch.bool)  # guard: made_number_has_no_type
+    wide = torch.float32 if is_narrow else own if has_own else torch.int64
+    size, ref = operands.real_size("other", wide), making.cast(ref, wide) if is_narrow else ref
     first, second, op = (
         (size, ref, "aten::sub.Tensor") if operands.call.name == "rsub" else (ref, size, operands.node.op)
     )
     arguments = {**dict(operands.node.arguments), "self": first, "other": second}
     computed = making.emit(op, replace(shape, dtype=wide) if is_narrow else shape, **arguments)
-    return making.emit("prims::convert_element_type", shape, a=computed, dtype=shape.dtype) if is_narrow else computed
+    return making.cast(computed, shape.dtype)
 
 
 def _bounded(operands: Operands) -> Ref:
@@ -98,9 +85,7 @@ def _bounded(operands: Operands) -> Ref:
     for name, op in (("min", "aten::maximum"), ("max", "aten::minimum")):
         number = call.argument(name)
         if isinstance(number, sympy.Expr):
-            bound = making.real(number, TensorShape((), shape.dtype))
-            making.inserted(f"the real {number}", number, replace(shape, sizes=()))
-            ref = making.emit(op, shape, self=ref, other=bound)
+            ref = making.emit(op, shape, self=ref, other=operands.real_size(name, shape.dtype))
         elif number is not None:
             ref = making.emit("aten::clamp", shape, self=ref, **{"min": None, "max": None, name: number})
     return ref
@@ -108,9 +93,7 @@ def _bounded(operands: Operands) -> Ref:
 
 def _scalar(operands: Operands) -> Ref:
     """A tensor of a padded size: of the real one."""
-    number, shape = _size_in(operands, "s"), operands.shape
-    operands.making.inserted(f"the real {number}", number, shape)
-    return operands.making.real(number, shape)
+    return operands.real_size("s", operands.shape.dtype)
 
 
 def _attention(operands: Operands) -> Ref:
