@@ -144,9 +144,8 @@ def positions(call: OpCall, value: PaddedValue) -> range:
 # --- reduces: a padded dimension may be combined where its padding is neutral
 
 _SUMS = f"compute it from sums {DECLARE_MASK}"
-_FROM_SUMS = ("mean", "nanmean", "var", "std", "var_mean", "std_mean")
+_FROM_SUMS = ("mean", "var", "var_mean")
 _REDUCED = ("self", "inp", "x", "a", "input")
-_WITH_INDEX = ("max", "min", "mode", "median", "nanmedian", "kthvalue")
 
 
 def zero(dtype: torch.dtype) -> int:
@@ -185,7 +184,7 @@ def reduces(neutral: Neutral | None) -> PaddingRule:
         value = call.tensor(*_REDUCED)
         dims = named_dims(call, value)
         places = _require_neutral(call, value, dims, neutral)
-        if isinstance(call.result, tuple) and places and call.name in _WITH_INDEX:
+        if isinstance(call.result, tuple) and places and call.name in ("max", "min"):
             raise call.refuse_place(value, places[0], f"the index of {call.name} over")
         # Entries with two indices in padding are unknown: beside padded sums, only whether it is finite stays.
         of_rows = blurred if places else functools.partial(_of_rows, call.name)  # guard: proof_reduced_padding
@@ -229,7 +228,7 @@ def _of_rows(name: str, pad: Pad | None) -> Pad | None:
         return pad
     if not is_finite(pad):
         return Approximate.NOT_FINITE
-    if name in ("sum", "nansum", "count_nonzero", "linalg_vector_norm", "norm") and is_zero(pad):
+    if name == "sum" and is_zero(pad):
         return 0
     return Approximate.FINITE
 

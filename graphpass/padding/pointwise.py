@@ -252,8 +252,6 @@ def _shifted_index(call: OpCall, values: Mapping[str, PaddedValue]) -> IndexAlon
     first, second = _operand(call, known, "self", "a"), _operand(call, known, "other", "b")
     if isinstance(first, IndexAlong) and type(second) is int:
         return first._replace(offset=first.offset + (second if call.name == "add" else -second))
-    if isinstance(second, IndexAlong) and type(first) is int and call.name == "add":
-        return second._replace(offset=second.offset + first)
     return None
 
 
