@@ -22,7 +22,8 @@ from graphpass.saved.files import SavedFiles
 _NO_GRAPH = Reason(
     "a call reached no graph: Dynamo found nothing to compile, or was off",
     "take torch.compiler.disable() off the call and the forward, unset TORCHDYNAMO_DISABLE, and set "
-    "torch._dynamo.config.allow_rnn = True for LSTM and GRU; what computes nothing on tensors has no graph",
+    "torch._dynamo.config.allow_rnn = True for LSTM and GRU, of padded sequences, not packed ones; what computes "
+    "nothing on tensors has no graph",
 )
 NEVER = "never"
 """The value of ``padding`` with which no size is padded."""

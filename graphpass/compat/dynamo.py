@@ -193,6 +193,12 @@ def errors_of_backend(name: str) -> Iterator[None]:
 
 _REWRITE = "rewrite that line so that torch.compile traces it; torch.compile(model, fullgraph=True) raises there"
 
+_PADDED_RNN = (
+    "call the RNN on padded sequences, not packed ones: in one direction a row's outputs are the same up to its length,"
+    " and outputs[torch.arange(len(outputs)), lengths - 1] are the last; for the other direction give a second RNN each"
+    " row reversed up to its length"
+)
+
 
 def graph_break_after(graph_module: fx.GraphModule) -> Reason | None:
     """The graph break after this graph; None if the function ends here.
@@ -206,6 +212,7 @@ def graph_break_after(graph_module: fx.GraphModule) -> Reason | None:
     text, hint = lines[0], next((line for line in lines if line.startswith("Hint: ")), "").removeprefix("Hint: ")
     hint = hint or (f"{ALLOW_RNN}, for {rnn}" if (rnn := untraced_rnn()) is not None else "")
     remedy = f"{_REWRITE}; Dynamo's hint: {hint}" if hint else _REWRITE
+    remedy = _PADDED_RNN if "pack_padded" in hint or "pad_packed" in hint else remedy
     if not reason.user_stack:
         return Reason(text, remedy)
     frame = reason.user_stack[-1]

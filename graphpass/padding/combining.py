@@ -132,6 +132,16 @@ def windows(neutral: Neutral) -> PaddingRule:
     return rule
 
 
+def whole_maxima(call: OpCall) -> Returned | PaddingReason:
+    """An adaptive pool to a size of 1, a maximum of all entries. Where parts of another size end is not followed."""
+    value = call.tensor("self")
+    dims = positions(call, value)
+    for place in call.places(value, dims):
+        if call.argument("output_size")[place[0] - dims.start] != 1:  # guard: proof_adaptive_parts
+            raise call.refuse_place(value, place, "divides into parts")
+    return windows(lowest)(call)
+
+
 def positions(call: OpCall, value: PaddedValue) -> range:
     """The last dimensions, over which a window moves; their number is in the operator's name or in its window."""
     named = re.search(r"([123])d", call.name)
@@ -350,6 +360,18 @@ def contracts(first: Sequence[str], second: Sequence[str], bias: str = "") -> Pa
         return _with_bias(call, matrix, call.argument(bias))
 
     return rule
+
+
+def distances(call: OpCall) -> PaddedValue:
+    """``cdist``: the sizes are those of a product of matrices, by which it is computed if one of them is large."""
+    first, second = call.tensor("x1"), call.tensor("x2")
+    dims = [*range(second.rank - 2), second.rank - 1, second.rank - 2]
+    columns = second.moved(tuple(second.factors[dim] for dim in dims), {dim: at for at, dim in enumerate(dims)})
+    result = _product_of(call, first, columns)
+    for place in call.places(result, [result.rank - 2, result.rank - 1]):
+        if call.argument("p") == 2 and not call.argument("compute_mode"):  # guard: proof_distances
+            raise call.refuse_place(result, place, "computes another way, and less exactly, above 25 entries of")
+    return result.with_pads({place: blurred(pad) for place, pad in result.padding})
 
 
 def scaled_product(call: OpCall) -> PaddedValue:

@@ -183,5 +183,7 @@ def ordered(operands: Operands) -> Ref:
     parts = []
     for at, (shape, of_all) in enumerate(zip(shapes, both, strict=True)):
         part = making.emit(GETITEM, of_all, of=made, at=at)
-        parts.append(making.emit("aten::slice.Tensor", shape, self=part, dim=dim, start=0, end=count, step=1))
+        part = making.emit("aten::slice.Tensor", shape, self=part, dim=dim, start=0, end=count, step=1)
+        # The graph's views are those of a result without gaps.
+        parts.append(making.emit("aten::clone", shape, self=part, memory_format=torch.contiguous_format))
     return making.emit(RESULTS, shapes, results=tuple(parts))

@@ -96,6 +96,15 @@ def _scalar(operands: Operands) -> Ref:
     return operands.real_size("s", operands.shape.dtype)
 
 
+def _measured(operands: Operands) -> Ref:
+    """``cdist`` in the mode in which no size decides how it computes."""
+    arguments = {**dict(operands.node.arguments), "compute_mode": 2}
+    operands.making.inserted(
+        "distances without a product of matrices", operands.shape.sizes[-1], replace(operands.shape, sizes=())
+    )
+    return operands.making.added(replace(operands.node, arguments=tuple(arguments.items())))
+
+
 def _attention(operands: Operands) -> Ref:
     """Attention without a mask gets one that hides padded keys."""
     call, making = operands.call, operands.making
@@ -152,6 +161,7 @@ _REWRITES: Mapping[str, Repair] = {
     **dict.fromkeys(words("add sub rsub mul div"), _by_number),
     "clamp": _bounded,
     "scalar_tensor": _scalar,
+    "_cdist_forward": _measured,
     **dict.fromkeys(_WITH_MASK, _attention),
 }
 """Operator -> the nodes in its place."""

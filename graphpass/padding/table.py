@@ -79,7 +79,7 @@ _MIXES: list[tuple[PaddingRule, str]] = [
     (rearranging.framed, "unfold"),
     (
         mixes(combining.positions, "moves a window over"),
-        "_adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa",
+        "_adaptive_avg_pool3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa",
     ),
     (mixes(combining.named_dims), "flip roll _fft_r2c _fft_c2c _fft_c2r sort topk | rev"),
     (mixes(combining.last(1), "makes complex numbers of"), "view_as_complex"),
@@ -88,12 +88,14 @@ _MIXES: list[tuple[PaddingRule, str]] = [
     (combining.recurrent_layer, "mkldnn_rnn_layer"),
     (attending.flex_attention, "higher_order::flex_attention"),
     (reduces(None), "mean var var_mean median nanmedian mode kthvalue | var xor_sum"),
+    (combining.distances, "_cdist_forward"),
     (combining.scaled_product, "_scaled_mm"),
     (combining.packed_product, "_weight_int4pack_mm _weight_int4pack_mm_for_cpu _weight_int8pack_mm"),
 ]
 
 _WEIGHS: list[tuple[PaddingRule, str]] = [
     (combining.convolution, "convolution _convolution"),
+    (combining.whole_maxima, "adaptive_max_pool2d adaptive_max_pool3d"),
     (
         combining.windows(combining.lowest),
         "max_pool2d_with_indices max_pool3d_with_indices"

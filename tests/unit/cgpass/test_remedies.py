@@ -135,6 +135,20 @@ def of_lstm(forward: Callable[..., Any]) -> Remedy:
     )
 
 
+GRU = nn.GRU(6, 6, batch_first=True).eval()
+SEQUENCES = [(torch.randn(n, 4, 6), torch.arange(n, 0, -1).clamp(max=4)) for n in (5, 6, 7)]
+
+
+def of_packed(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    packed = nn.utils.rnn.pack_padded_sequence(x.sin(), lengths, batch_first=True)
+    return GRU(packed)[1][0].sin()  # type: ignore[no-any-return]
+
+
+def of_padded(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    outputs = GRU(x.sin())[0]
+    return outputs[torch.arange(len(outputs)), lengths - 1].sin()  # type: ignore[no-any-return]
+
+
 def spread(x: torch.Tensor, **given: Any) -> torch.Tensor:
     return torch.repeat_interleave(x, torch.tensor([1, 2, 3]), dim=0, **given) * 2
 
@@ -161,6 +175,15 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "Dynamo is told to trace an LSTM in one line": of_lstm(in_one_line),
     "Dynamo is told to trace an LSTM in lines": of_lstm(in_lines),
+    "an RNN is called on padded sequences": Remedy(
+        of_packed,
+        SEQUENCES,
+        "",
+        "outputs[torch.arange(len(outputs)), lengths - 1]",
+        remedied=of_padded,
+        num_keys=2,
+        settings={"allow_rnn": True},
+    ),
     "an op is listed as the error prints it": Remedy(
         lambda x: host(x + 1),
         rows(5, 5),

@@ -91,6 +91,15 @@ def greatest(x: Tensor, **how: bool) -> Tensor:
 
 
 WINDOWS: dict[str, list[Case]] = {
+    "adaptive_max_pool2d": [
+        Case("greatest of all", lambda x: F.adaptive_max_pool1d(x.mT, 1), proved=("b",), contents={"x": special}),
+        Case("greatest of rows", lambda x: F.adaptive_max_pool2d(x[:, None], (1, 3)), proved=("b",)),
+        Case("greatest of parts", lambda x: F.adaptive_max_pool1d(x.mT, 2), ("b",), ("b",)),
+        Case("place of the greatest", lambda x: F.adaptive_max_pool2d(x[:, None], 1, True)[1], ("b",), ("b",)),
+    ],
+    "adaptive_max_pool3d": [
+        Case("greatest of a volume", lambda x: F.adaptive_max_pool3d(x[:, None, None], 1), proved=("b",)),
+    ],
     "max_pool2d_with_indices": [
         Case("max pool", lambda x: greatest(x), proved=("b",), contents={"x": special}),
         Case("max pool to the end", lambda x: greatest(x, ceil_mode=True), proved=("b",)),

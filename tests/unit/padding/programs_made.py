@@ -207,7 +207,21 @@ OPERANDS: dict[str, list[Case]] = {
 
 # One row for each entry of _REWRITES.
 
+
+def edges(x: Tensor) -> Tensor:
+    """EdgeConv: the greatest difference from the two nearest entries."""
+    nearest = torch.cdist(x, x).topk(2, largest=False)[1].flatten(1)
+    beside = x.gather(1, nearest[..., None].expand(-1, -1, x.shape[-1])).unflatten(1, (x.shape[1], 2))
+    return (beside - x[:, :, None]).amax(2)
+
+
 REWRITES: dict[str, list[Case]] = {
+    "_cdist_forward": [
+        Case("distances", lambda x, y: torch.cdist(x, x + 1e-9 * y), proved=("b",)),
+        Case("distances of special numbers", lambda x, y: torch.cdist(x, y), proved=("b",), contents={"x": special}),
+        Case("distances of rows", lambda u, r: torch.cdist(u, u * r[:, None]), ("s",)),
+        Case("nearest entries", edges, proved=("b",)),
+    ],
     "mean": [
         Case("mean", lambda x: x.mean(1), proved=("b",), contents={"x": special}),
         Case("mean of both", lambda x: x.mean((0, 1))),

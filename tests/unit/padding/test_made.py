@@ -164,6 +164,16 @@ def test_weights_get_no_zeros_before_they_are_multiplied() -> None:
     assert [(one.op, one.what[:3]) for one in found.graph.insertions] == [("aten._softmax", "-in"), ("aten.bmm", "0 i")]
 
 
+def test_distances_are_computed_as_between_few_entries() -> None:
+    """Beyond 25 entries ATen multiplies matrices, whose rounding hides what is close."""
+    graph = trace(lambda x, y: torch.cdist(x, x + 1e-9 * y))
+    made_graph = MadeGraph(graph.graph, graph.symbols, {})
+    x, y = (torch.randn(3, 40, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) for _ in range(2))
+    (found,) = made_graph.run([x, y], {"b": 3, "s": 20})
+    torch.testing.assert_close(found[:, :20, :20], torch.cdist(x[:, :20], x[:, :20] + 1e-9 * y[:, :20]))
+    assert (found[:, :20, :20].diagonal(dim1=1, dim2=2) > 0).all()
+
+
 def test_a_row_of_no_weights_is_zero_where_its_padding_is_nan() -> None:
     graph = trace(lambda x, y: torch.bmm(x[..., 0:1].mT.softmax(-1)[..., 2:], y[:, 2:]))
     made_graph = MadeGraph(graph.graph, graph.symbols, {})
