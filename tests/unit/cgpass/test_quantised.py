@@ -16,6 +16,7 @@ from torch import nn
 
 import graphpass as gp
 from graphpass.text import CausalLM
+from tests.e2e.small_decoders import small_decoder
 from tests.unit.models import module
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -49,15 +50,6 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 16)).eval()
 
 
-def llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval()
-
-
 def compiled(model: Any, **options: Any) -> tuple[Any, gp.GraphRuntime]:
     runtime = gp.GraphRuntime()
     given = {"compiler": "aot_eager", "dispatch": "auto", "runtime": runtime, **options}
@@ -73,7 +65,7 @@ def is_right_and_replayed(model: Any, given: list[torch.Tensor], **options: Any)
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.soak)])
 def test_a_form_has_the_graphs_of_plain_weights_and_is_padded(form: str, compiler: str) -> None:
     model = quantised(mlp(), form)
     given = [torch.randn(rows, 32) for rows in (5, 7, 6, 5, 8, 7)]
@@ -81,13 +73,6 @@ def test_a_form_has_the_graphs_of_plain_weights_and_is_padded(form: str, compile
     (graph,) = runtime.callables()
     assert [region.why for region in graph.regions] == [""]
     assert {descriptor.num_tokens for _, _, descriptor in runtime.counts()} == {6, 8}
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("form", FORMS)
-def test_a_form_compiled_by_inductor(form: str) -> None:
-    model = quantised(mlp(), form)
-    is_right_and_replayed(model, [torch.randn(rows, 32) for rows in (5, 7, 6, 5, 8, 7)], compiler="inductor")
 
 
 def generated(model: Any, **options: Any) -> tuple[list[list[int]], list[list[int]]]:
@@ -104,7 +89,7 @@ def generated(model: Any, **options: Any) -> tuple[list[list[int]], list[list[in
 
 @pytest.mark.soak
 def test_a_causal_lm_generates_the_tokens_of_the_quantised_model() -> None:
-    want, got = generated(quantised(llama()))
+    want, got = generated(quantised(small_decoder("LlamaForCausalLM")))
     assert got == want
 
 
@@ -114,7 +99,7 @@ def test_adapters_over_a_quantised_base() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        adapted = peft.get_peft_model(quantised(llama()), config).eval()
+        adapted = peft.get_peft_model(quantised(small_decoder("LlamaForCausalLM")), config).eval()
     want, got = generated(adapted.base_model.model)
     assert got == want
 
