@@ -37,7 +37,7 @@ from graphpass.report import KernelUse
 
 LAST_HIDDEN_STATE, POOLER_OUTPUT, BOTH = "last_hidden_state", "pooler_output", "both"
 _EXAMPLE_TOKENS_AN_IMAGE = 256
-_EXAMPLE_SIDES, _EXAMPLE_IMAGES = (16, 26), 5
+_EXAMPLE_PATCHES, _EXAMPLE_IMAGES = 16 * 26, 5
 """The example for compilation. Inductor selects kernels by its sizes, which are those of typical batches."""
 _FAILURES = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
 """What a tower raises that does not take what it is given."""
@@ -232,7 +232,9 @@ class TowerAdapter(SupportsEncoderCudaGraph):
         self, key: EncoderGraphKey, device: torch.device, dtype: torch.dtype, num_items: int | None = None
     ) -> EncoderItems:
         """Black images that fill ``key``; of any size they are nearly square, and by default typical."""
-        return self._black(list(self._example_grids(key, num_items)), device, dtype)
+        grids = list(self._example_grids(key, num_items))
+        pixels = torch.zeros(sum(map(math.prod, grids)), *self.row_shape, device=device, dtype=dtype)
+        return {"pixel_values": pixels, GRID_KEY: torch.tensor(grids, device="cpu")}
 
     def prepare_encoder_cudagraph_capture_inputs(
         self, key: EncoderGraphKey, device: torch.device, dtype: torch.dtype
@@ -283,9 +285,9 @@ class TowerAdapter(SupportsEncoderCudaGraph):
 
     def compile_encoder(self, compiler: str, runtime: Any, **options: Any) -> None:
         """Compile one block for all layers and sizes; of images of one size, one image and any number apart."""
-        height, width = (side * self._merge // 2 if self._merge > 1 else side for side in _EXAMPLE_SIDES)
-        grids = [(1, height, width) if self._has_grids else (1, 1, 1)] * _EXAMPLE_IMAGES
-        example = self._black(grids, self._weight.device, self._weight.dtype)
+        tokens = _EXAMPLE_IMAGES * (_EXAMPLE_PATCHES // self._unit if self._has_grids else self._each)
+        key = EncoderGraphKey(tokens, tokens * self._unit, _EXAMPLE_IMAGES)
+        example = self.get_encoder_example_items(key, self._weight.device, self._weight.dtype, _EXAMPLE_IMAGES)
         run = functools.partial(self.encoder_eager_forward, example)
         self._own.compile(run, compiler=compiler, runtime=runtime, **options)
 
@@ -298,10 +300,6 @@ class TowerAdapter(SupportsEncoderCudaGraph):
 
     def _items(self, items: EncoderItems) -> GridItems:
         return GridItems.of(items, self.row_shape, self._merge if self._has_grids else None)
-
-    def _black(self, grids: Sequence[Grid], device: torch.device, dtype: torch.dtype) -> EncoderItems:
-        pixels = torch.zeros(sum(map(math.prod, grids)), *self.row_shape, device=device, dtype=dtype)
-        return {"pixel_values": pixels, GRID_KEY: torch.tensor(grids, device="cpu")}
 
     def _tables_on(
         self, grids: Sequence[Grid], device: torch.device, key: EncoderGraphKey | None = None
