@@ -47,7 +47,8 @@ class Settings:
     #: the sizes that differ from call to call: {input: dimension}, or {input: {dimension: key field}}; a name that no
     #: input has is a warning
     dynamic_dims: DynamicDims = field(default_factory=dict)
-    compiler: str = "inductor"  #: the compiler for captured regions: ``inductor``, ``aot_eager`` or ``eager``
+    #: the compiler for captured regions: ``inductor``, ``aot_eager``, or ``eager``, which makes no padding neutral
+    compiler: str = "inductor"
     #: sizes that are each compiled separately: a list, or {key field: list} of one field
     compile_sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     #: ranges of sizes that are each compiled separately: (least, greatest) pairs, or {key field: pairs} of the same

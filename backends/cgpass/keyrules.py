@@ -17,10 +17,10 @@ from graphpass.compile import RegionTrace
 from graphpass.dispatch.recurring import RecurringKeys
 from graphpass.errors import CaptureError
 from graphpass.keys import CUDAGraphMode
-from graphpass.ledger import Reason, Verdict
+from graphpass.ledger import PaddingFinding, Reason, Verdict
 from graphpass.options import Settings
 from graphpass.paddedcalls import PadRule
-from graphpass.padding import DECLARE_MASK, PaddingProof
+from graphpass.padding import DECLARE_MASK, NO_RULE, PaddingProof
 from graphpass.regions.partitionproof import prove_partition
 from graphpass.regions.split import Partition
 
@@ -62,6 +62,9 @@ def dispatched(
     constants = {**fills, **declared_constants(parts, sizes, settings)}
     fields = {size.symbol: size.name for size in sizes.sizes if size.is_of_calls}
     proof = prove_partition(parts, traces, fields, constants) if fields else _NOTHING_TO_PAD
+    if settings.makes_padding():  # guard: finding_of_an_unknown_operator
+        # An operator that no rule knows is at fault before those that are repaired.
+        proof = replace(proof, findings=tuple(sorted(proof.findings, key=_is_known)))
     mode, off = _level(parts, settings)
     off = off or _never_captured(parts, sizes, settings)
     obstacles = list(_obstacles(parts, sizes, outputs, proof, settings))
@@ -201,11 +204,16 @@ def _obstacles(
 def _unproved(size: Size, parts: Partition, proof: PaddingProof, settings: Settings) -> Reason:
     """Why no proof covers a size, and the remedy."""
     findings = [finding for finding in proof.findings if finding.field == size.name]
-    findings.sort(key=lambda finding: bool(finding.remedy))  # what no remedy helps comes first
+    if not (settings.makes_padding() and findings and not _is_known(findings[0])):
+        findings.sort(key=lambda finding: bool(finding.remedy))  # what no remedy helps comes first
     remedy = _in_names_of_inputs((findings[0].remedy if findings else "") or _EXACT, size, parts)
     if settings.compiler == "eager":  # guard: remedy_for_the_eager_compiler
         remedy = _WITH_ATEN + remedy
     return Reason(str(findings[0]) if findings else "no proof covers it", remedy)
+
+
+def _is_known(finding: PaddingFinding) -> bool:
+    return finding.why != NO_RULE
 
 
 def _in_names_of_inputs(remedy: str, size: Size, parts: Partition) -> str:

@@ -51,7 +51,7 @@ record) and ``fused`` (operators in parts), ``table`` (what each operator does) 
 
 from graphpass.ledger import PaddingFinding, Verdict
 from graphpass.padding.deciding import Asked, fills, made
-from graphpass.padding.interpreter import Interpretation, input_values, interpret
+from graphpass.padding.interpreter import NO_RULE, Interpretation, input_values, interpret
 from graphpass.padding.lowering import write
 from graphpass.padding.making import Made
 from graphpass.padding.opcall import (
@@ -70,6 +70,7 @@ from graphpass.padding.values import PaddedValue
 __all__ = [
     "DECLARE_MASK",
     "HIDE_PADDING",
+    "NO_RULE",
     "Asked",
     "AtenGraph",
     "Insertion",

@@ -45,6 +45,10 @@ _WITHOUT_EFFECT = frozenset(
 )
 
 
+NO_RULE = "it has no padding rule"
+"""The finding for an operator that is not known."""
+
+
 def _remedy_for(op: str) -> str:
     """What a user can do about an operator without a rule; empty where nothing pads it."""
     if op.startswith("higher_order::"):  # guard: remedy_for_higher_order_operators
@@ -269,7 +273,7 @@ class Walk:
             return self._fresh(call, wanted)
         if rule is None:
             # guard: proof_operators_without_a_rule
-            return self._fresh(call, wanted, PaddingReason("it has no padding rule", remedy=_remedy_for(node.op)))
+            return self._fresh(call, wanted, PaddingReason(NO_RULE, remedy=_remedy_for(node.op)))
         try:
             returned = applied(rule, call)
         except Unknown as unknown:

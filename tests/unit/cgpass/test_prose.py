@@ -40,6 +40,18 @@ def test_the_eager_compiler_is_left_out_before_anything_else(compiled: Make) -> 
     assert fast.problems == ()
 
 
+def spread(cloud: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.matrix_exp(cloud @ cloud.mT).sum((1, 2)) + cloud.mean((1, 2))
+
+
+def test_an_operator_that_no_rule_knows_is_named_before_those_that_are_repaired(compiled: Make) -> None:
+    fast = compiled(spread, dynamic=True, compiler="aot_eager")
+    fast.serve([(torch.randn(2, n, 3),) for n in (5, 6, 7)])
+    problem = fast.problem("cloud[1] is not padded")
+    assert "aten.linalg_matrix_exp (it has no padding rule)" in problem.what
+    assert "graphpass.rows_apart" in problem.remedy
+
+
 def attended(scores: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
     return scores.masked_fill(~real[:, None], -torch.inf).softmax(-1)
 
