@@ -22,8 +22,8 @@ from graphpass.compat.subclasses import is_wrapper, plain_tensors
 from graphpass.options import Settings
 from graphpass.regions.execute import value_of
 from graphpass.regions.fromsizes import found_beforehand
+from graphpass.regions.holders import as_parts
 from graphpass.regions.symbols import REAL_SIZES
-from graphpass.regions.wrappertensors import as_parts
 
 _MAX_REMEMBERED = 4096
 MadeInputs: TypeAlias = Callable[[Sequence[Any]], tuple[torch.Tensor, ...]]

@@ -47,11 +47,10 @@ from graphpass.options import Fallbacks, Settings
 from graphpass.padding import AtenGraph, ignores_numbers
 from graphpass.regions.execute import value_of
 from graphpass.regions.floats import FloatInputs, floats_as_tensors
+from graphpass.regions.holders import ListEntries, WrappedTensors, emptied_before, lists_as_entries, unwrapped
 from graphpass.regions.openmasks import without_open_masks
 from graphpass.regions.split import Partition, partition, uncompiled_copy
 from graphpass.regions.symbols import graph_inputs
-from graphpass.regions.tensorlists import ListEntries, emptied_before, lists_as_entries
-from graphpass.regions.wrappertensors import WrappedTensors, unwrapped
 from graphpass.report.records import LOADED, WARM_START, CallableRecord, CompileSeconds
 from graphpass.saved.files import SEE_SAVED, UsedKeys
 from graphpass.saved.graphs import GraphIdentity, SavedGraphs

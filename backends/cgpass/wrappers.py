@@ -23,8 +23,8 @@ from graphpass.context import ForwardContext, entered
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.ledger import Row
 from graphpass.options import Settings
+from graphpass.regions.holders import WrappedTensors
 from graphpass.regions.split import Partition
-from graphpass.regions.wrappertensors import WrappedTensors
 from graphpass.report.records import CallableRecord, RegionId
 
 

@@ -1,17 +1,20 @@
-"""Tensors that wrap tensors (a quantised weight, a DTensor) as plain inputs.
+"""Inputs that hold tensors, as plain inputs: lists, and tensors that wrap tensors (a quantised weight, a DTensor).
 
-Each becomes the tensors in it, named by their path (``layers.0.weight.qdata``), and one call that makes the wrapper
-again, which each region repeats where it uses the wrapper. So no wrapper passes from region to region, or leaves the
-graph, and all that follows sees plain tensors. Nested tensors (``torch.jagged``) stay: Python code chooses what is done
-to each of theirs.
+Each entry of a list becomes an input. Compiled autograd passes the list itself, which the callee empties so that an
+entry can be freed while the graph runs.
+
+Each wrapper becomes the tensors in it, named by their path (``layers.0.weight.qdata``), and one call that makes the
+wrapper again, which each region repeats where it uses the wrapper. So no wrapper passes from region to region, or
+leaves the graph, and all that follows sees plain tensors. Nested tensors (``torch.jagged``) stay: Python code chooses
+what is done to each of theirs.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -22,7 +25,47 @@ from graphpass.compat.subclasses import Path, Rebuild, is_wrapper, plain_tensors
 from graphpass.regions.analysis import CALLS, RECOMPUTED, refused_wrapper, symbol_placeholders
 from graphpass.regions.execute import call_for, value_of
 
+ListEntries: TypeAlias = Mapping[int, tuple[int, ...]]
+"""{position of an input that is a list: the entries that the graph reads, in order}."""
 _SIZES = ((torch.ops.aten.sym_size.int, torch.Tensor.size), (torch.ops.aten.sym_stride.int, torch.Tensor.stride))
+
+
+def emptied_before(entries: ListEntries, run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run`` for the arguments that Dynamo passes; each list is empty before ``run`` begins."""
+    if not entries:
+        return run
+
+    def with_entries(*given: Any) -> Any:
+        flat: list[Any] = []
+        for position, value in enumerate(given):
+            if position in entries:
+                flat += [value[entry] for entry in entries[position]]
+                value.clear()
+            else:
+                flat.append(value)
+        return run(*flat)
+
+    return with_entries
+
+
+def lists_as_entries(graph: fx.Graph) -> ListEntries:
+    """Replace each input that is a list by the entries that the graph reads."""
+    entries = {}
+    for position, given in enumerate(graph.find_nodes(op="placeholder")):
+        if not isinstance(value_of(given), list) or any(user.target is not operator.getitem for user in given.users):
+            continue
+        reads: dict[int, fx.Node] = {}
+        for user in list(given.users):
+            entry = int(user.args[1])
+            if entry not in reads:
+                with graph.inserting_before(given):
+                    reads[entry] = graph.placeholder(f"{given.name}_{entry}")
+                reads[entry].meta = dynamo.entry_meta(user, given, entry)
+            user.replace_all_uses_with(reads[entry])
+            graph.erase_node(user)
+        graph.erase_node(given)
+        entries[position] = tuple(reads)
+    return entries
 
 
 @dataclass(frozen=True, slots=True)
