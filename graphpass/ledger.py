@@ -158,6 +158,7 @@ class Ledger:
     def __init__(self, trace: Callable[[str, Callable[[], Mapping[str, Any]]], None] | None = None) -> None:
         #: {(subject, event): {key: the event's sums}}
         self.tables: defaultdict[tuple[Hashable, str], defaultdict[Any, Row]] = defaultdict(lambda: defaultdict(Row))
+        self.tuning_s = 0.0  #: seconds in which regions were tuned
         self.sizes: defaultdict[str, Counter[int]] = defaultdict(Counter)  #: {key field: {size: calls}}
         self.uncaptured: dict[tuple[str, str], CountedReason] = {}  #: calls without a graph, by subject and reason
         self._notes: dict[tuple[str, str, str], CountedReason] = {}

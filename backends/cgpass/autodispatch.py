@@ -38,7 +38,7 @@ from cgpass.wrappers import CallableGraphs
 from graphpass.capture.scope import CaptureScope
 from graphpass.capture.settings import restoring
 from graphpass.compat import memory
-from graphpass.compile import Tuner, chosen, summary
+from graphpass.compile import chosen, summary
 from graphpass.context import ForwardContext
 from graphpass.dispatch.owngraphs import MOST_LOSSES, RecurringSize, Serve
 from graphpass.dispatch.recurring import RecurringKey
@@ -256,7 +256,7 @@ class AutoDispatcher:
 
     def _clock_s(self) -> float:
         """Seconds on a clock that stands still while regions are tuned."""
-        return time.perf_counter() - self._runtime.owned(Tuner).spent_s  # guard: tuning_is_no_capture
+        return time.perf_counter() - self._runtime.ledger.tuning_s  # guard: tuning_is_no_capture
 
     @contextlib.contextmanager
     def _permission(self, key: RecurringKey) -> Iterator[None]:

@@ -33,7 +33,6 @@ from graphpass.compat.subclasses import is_opaque
 from graphpass.compile import (
     CompiledRegions,
     RegionCompiler,
-    Tuner,
     Tuning,
     compile_training,
     traced_regions,
@@ -268,7 +267,6 @@ def _tuning(name: str, parts: Partition, runtime: GraphRuntime, settings: Settin
         return None
     return Tuning(
         name,
-        runtime.owned(Tuner),
         runtime.ledger,
         settings.tune_seconds,
         settings.progress,

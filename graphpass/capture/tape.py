@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -32,18 +31,8 @@ _LIFT = "aten::lift_fresh"
 """``torch.tensor`` returns its new tensor through this op, which on the CPU returns its argument."""
 
 
-@dataclass(frozen=True, slots=True)
-class TrackedCompiledCall:
-    """Marks ``runnable`` as code that the cgpass backend compiled, for the device's ``call``.
-
-    The CPU tape records under a dispatch mode, in which Dynamo skips compiled code; it recognises this class.
-    """
-
-    runnable: Callable[..., Any]
-
-    def __call__(self, *args: Any) -> Any:
-        """Call ``runnable``."""
-        return self.runnable(*args)
+class TrackedCompiledCall(functools.partial[Any]):
+    """Code that the cgpass backend compiled: Dynamo would skip it under the tape's dispatch mode."""
 
 
 def call_compiled(runnable: Callable[..., Any], *args: Any) -> Any:
@@ -294,7 +283,7 @@ class TapeDevice:
             )
         tape, args = self._tape, tuple(args)
         if isinstance(runnable, TrackedCompiledCall):
-            return runnable.runnable(*args) if tape is None else tape.call_compiled(runnable.runnable, args)
+            return runnable(*args) if tape is None else tape.call_compiled(runnable.func, args)
         if tape is None:
             return runnable(*args, **kwargs)
         return (tape.resume_recording if tape.is_paused else tape.call)(runnable, args, kwargs)

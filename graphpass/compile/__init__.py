@@ -16,7 +16,7 @@ from graphpass.compile.once import (
     traced_regions,
 )
 from graphpass.compile.plain import PlainRegion, chosen
-from graphpass.compile.tuning import TunedRegion, Tuner, Tuning
+from graphpass.compile.tuning import TunedRegion, Tuning
 
 __all__ = [
     "COMPILERS",
@@ -28,7 +28,6 @@ __all__ = [
     "RegionTrace",
     "SizeRanges",
     "TunedRegion",
-    "Tuner",
     "Tuning",
     "WaitingFunction",
     "chosen",

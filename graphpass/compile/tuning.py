@@ -100,19 +100,11 @@ class Measurement(Protocol):
         """Free all memory; the measurement can be used again."""
 
 
-class Tuner:
-    """What the tuning of all regions of a runtime has in common."""
-
-    def __init__(self) -> None:
-        self.spent_s = 0.0  #: seconds spent so far
-
-
 @dataclass(frozen=True, slots=True)
 class Tuning:
     """How the regions of one callable are tuned."""
 
     callable: str  #: the callable's name
-    tuner: Tuner
     ledger: Ledger
     seconds: float  #: no variant is begun that would not end within so many, by the longest of its region so far
     progress: bool | None  #: see :func:`graphpass.progress.progress_bar`
@@ -191,7 +183,7 @@ class TunedRegion:
                 self._tune(self._tuning, ranges, untuned, args, measurement)
         finally:
             spent_s = measurement.now() - start_s
-            self._tuning.tuner.spent_s += spent_s
+            self._ledger.tuning_s += spent_s
             self._tuning.chosen(self)  # also what an interrupt leaves
         return spent_s
 

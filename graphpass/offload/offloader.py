@@ -1,9 +1,8 @@
 """Stores weights in host memory; each layer's weights are copied to the device shortly before the layer runs.
 
-The device has a few slots, each as large as one layer. A layer's parameters are views of its slot and never move, so
-graphs can contain their addresses. At its begin each layer calls :meth:`WeightOffloader.onload`, through an op if it is
-compiled. This starts the copy of a later layer's weights on a separate stream, while the layer computes
-(:mod:`graphpass.offload.slots`).
+A layer's parameters are views of one of the device's few slots and never move, so graphs can contain their addresses.
+Each layer begins with :meth:`WeightOffloader.onload`, through an op if it is compiled, which starts the copy of a later
+layer on a separate stream (:mod:`graphpass.offload.slots`).
 """
 
 from __future__ import annotations

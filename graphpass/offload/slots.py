@@ -1,15 +1,13 @@
 """Memory of offloaded weights: the layout of a layer in one flat buffer, copies to the device, and their schedule.
 
-Layers of equal structure share a layout, so any layer fits any slot, and a layer moves with one copy. Slots and host
-buffers are uint8 tensors; a layer's parameters are views of them at offsets that are aligned for vector loads.
+Layers of equal structure share a layout, so one copy moves any layer to any slot. Slots and host buffers are uint8
+tensors; a layer's parameters are views of them.
 
-Layer ``i`` always uses slot ``i % num_slots``. When layer ``i`` begins, layer ``i - 1`` has ended, so the copy of the
-next layer into the slot of layer ``i - 1`` starts and overlaps with the compute of layer ``i``. Layer ``i`` waits for
-its own copy, which was launched at least one layer earlier.
+Layer ``i`` uses slot ``i % num_slots``. When it begins, layer ``i - 1`` has ended, so the copy of the next layer into
+that layer's slot starts. Layer ``i`` waits for its own copy, launched at least one layer earlier.
 
 Between forwards the state is *home*: layers ``0 .. num_slots - 2`` are in their slots, or their copies are in flight.
-Every forward starts and ends with this state, whether it runs eagerly, in PIECEWISE mode or as one graph. So forwards
-of all kinds can follow each other in any order, and the copies in a graph are right in every replay.
+So forwards of all kinds can follow each other, and the copies in a graph are right in every replay.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Split an FX graph into captured and eager regions. Knows no CUDA and no compiler.
 
-``rules`` decide why a node cannot be captured, ``assign`` groups the nodes, ``regions`` turns each group into a graph
-module, ``stitch`` generates the code that runs the modules in order, ``dump`` writes the result as canonical text, and
-``padding`` proves which sizes may be padded.
+``eagerrules`` say why a node cannot be captured, ``assign`` groups the nodes, ``split`` makes a graph module of each
+group, ``stitch`` writes the code that runs them in order, and ``partitionproof`` proves which sizes may be padded.
 """
 
 from graphpass.padding import (

@@ -287,7 +287,7 @@ def test_size_one_is_compiled_for_itself(bench: Bench, rt: gp.GraphRuntime) -> N
         node.meta["val"] = examples[0]
 
     exact = lambda region, args: [args[0].double() * 2]  # noqa: E731
-    ways = tuning.Tuning("g0", tuning.Tuner(), rt.ledger, 120.0, False, exact)
+    ways = tuning.Tuning("g0", rt.ledger, 120.0, False, exact)
     region = tuning.TunedRegion(ways, Region(), examples, within)
     for rows in (1, 3):
         region.tune(lambda x: (x * 2,), [torch.ones(rows, 4)], bench)
