@@ -202,8 +202,8 @@ class TunedRegion:
         args: Sequence[Any],
         measurement: Measurement,
     ) -> None:
-        named, spent_s = _named(ranges), tuning.tuner.spent_s - measurement.now()
         where, ledger = self._where(ranges), self._ledger
+        named, spent_s = _named(ranges), ledger.tuning_s - measurement.now()
         self._chosen[ranges] = None
         if self._settings != _ambient_settings():  # guard: tuning_settings
             ledger.note(_OTHER_SETTINGS, at=where, is_problem=True)
@@ -235,7 +235,7 @@ class TunedRegion:
         except Exception as error:
             ledger.note(Reason(f"not tuned: {summary(error)}"), at=where, is_problem=True)
         finally:
-            before.seconds += spent_s + measurement.now() - tuning.tuner.spent_s
+            before.seconds += spent_s + measurement.now() - ledger.tuning_s
 
     def _compiled(self, ranges: tuple[int, ...], args: Sequence[Any], settings: Mapping[str, Any]) -> SizedArtifact:
         bounds = {
