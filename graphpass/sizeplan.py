@@ -7,7 +7,8 @@ dynamic programme over their ends. Two observations make it exact and fast:
 - *Only some sizes can be rungs.* If a larger size costs less, both should run at it, so an optimal ladder has rungs of
   ascending cost only. Sizes without traffic, or as expensive as the next, only add graphs.
 - *Cuts move one way.* With ascending costs, the best last cut of a longer prefix is never before that of a shorter
-  prefix (the work of segments satisfies the quadrangle inequality), nor before its own with one rung fewer. Each prefix is searched from these cuts on.
+  prefix (the work of segments satisfies the quadrangle inequality), nor before its own with one rung fewer. Each prefix
+  is searched from these cuts on.
 """
 
 from __future__ import annotations
