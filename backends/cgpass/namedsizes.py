@@ -15,7 +15,7 @@ from torch import fx
 
 from graphpass.compat import nnmodules, symbolic
 from graphpass.compile import SizeRanges
-from graphpass.dispatch.grid import SizeGrid
+from graphpass.dispatch.grid import SizeGrid, named_values
 from graphpass.dispatch.recurring import KeyField
 from graphpass.errors import DispatchError, ShapeError
 from graphpass.keys import BatchDescriptor
@@ -194,11 +194,14 @@ class GraphSizes:
     def admits_key(self, descriptor: BatchDescriptor) -> bool:
         """Whether the graph's guards admit the sizes that ``descriptor`` names."""
         try:
-            fields = (self.grid or SizeGrid.of([1])).fields(descriptor)
+            fields = self._padded(descriptor)
         except DispatchError:  # a key that does not name the fields
             return False
         pairs = [(symbol, fields[name]) for name, symbol in self.symbols.items() if name in fields]
         return bool(pairs) and all(self.guards.excludes(symbol, size) is None for symbol, size in pairs)
+
+    def _padded(self, descriptor: BatchDescriptor) -> dict[str, int]:
+        return _numbers_of(descriptor) if self.grid is None else self.grid.fields(descriptor)
 
     def check(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> None:
         """Compare the arguments' sizes with the key's.
@@ -214,7 +217,7 @@ class GraphSizes:
             self._fitting[descriptor] = found
 
     def _check_declared(self, descriptor: BatchDescriptor, sizes: Sequence[int]) -> None:
-        padded = _fields_of(descriptor) if self.grid is None else self.grid.fields(descriptor)
+        padded = self._padded(descriptor)
         for (position, dim, name), found in zip(self.counted, sizes, strict=True):
             expected = padded.get(name)
             if expected is not None and expected != found:  # guard: key_names_the_shape
@@ -227,7 +230,7 @@ class GraphSizes:
 
     def _check_products(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> None:
         """Without declared dimensions, the key may count a dimension, or a product of dimensions of one input."""
-        counts = {*_fields_of(descriptor).values()}
+        counts = {*_numbers_of(descriptor).values()}
         for position, dims in self.products:
             if not counts.isdisjoint(_products(args[position].shape, dims)):
                 return
@@ -440,12 +443,9 @@ def unmatched_names(
         yield f"capture_sizes names {', '.join(unknown)}, and {said}"
 
 
-def _fields_of(descriptor: BatchDescriptor) -> dict[str, int]:
-    named = {name: value for name, value in descriptor.extra if type(value) is int}
-    named["num_tokens"] = descriptor.num_tokens
-    if descriptor.num_reqs is not None:
-        named["num_reqs"] = descriptor.num_reqs
-    return named
+def _numbers_of(descriptor: BatchDescriptor) -> dict[str, int]:
+    named = named_values(descriptor.extra, descriptor.num_tokens, descriptor.num_reqs)
+    return {name: value for name, value in named.items() if type(value) is int}
 
 
 def _products(shape: Sequence[int], dims: Sequence[int]) -> Iterator[int]:

@@ -107,7 +107,7 @@ class SizeGrid:
 
     def fields(self, descriptor: BatchDescriptor) -> dict[str, int]:
         """Field name -> size, from a descriptor."""
-        named = _named(descriptor.extra, descriptor.num_tokens, descriptor.num_reqs)
+        named = named_values(descriptor.extra, descriptor.num_tokens, descriptor.num_reqs)
         if "num_reqs" not in named and "num_reqs" in self.sizes and "num_tokens" not in self.sizes:
             others = math.prod(self._count(named, name) for name in self.sizes if name != "num_reqs")
             if others and descriptor.num_tokens % others == 0:
@@ -116,7 +116,7 @@ class SizeGrid:
 
     def read(self, num_tokens: int | None, num_reqs: int | None, extra: Extra) -> tuple[dict[str, int], Extra]:
         """Split the numbers of a batch into (field name -> size, the other pairs of ``extra`` in order of name)."""
-        named = _named(extra, num_tokens, num_reqs)
+        named = named_values(extra, num_tokens, num_reqs)
         sizes = {name: self._count(named, name) for name in self.sizes}
         return sizes, without(sizes, extra)
 
@@ -145,7 +145,7 @@ def _checked_sizes(sizes: Iterable[int], name: str) -> tuple[int, ...]:
     return tuple(positive(size, name, error=DispatchError) for size in sizes)
 
 
-def _named(extra: Extra, num_tokens: int | None, num_reqs: int | None) -> dict[str, Hashable]:
+def named_values(extra: Extra, num_tokens: int | None, num_reqs: int | None) -> dict[str, Hashable]:
     """{name: value} of the numbers of a batch or a key and of its ``extra``."""
     try:
         named = dict(extra)
