@@ -21,7 +21,7 @@ from graphpass.padding.opcall import (
     tensors_of,
     words,
 )
-from graphpass.padding.pointwise import cast, entry_by_entry
+from graphpass.padding.pointwise import cast, copied, dropout, entry_by_entry, filled, random_numbers, zeroed
 from graphpass.padding.sizes import as_size, product
 from graphpass.padding.values import (
     ALL_FINITE,
@@ -413,14 +413,13 @@ def index_operands(call: OpCall) -> Iterator[tuple[ArgumentPath, PaddedValue, Fa
 # --- positions: values that depend on the index of an entry in its batch, where its entries must be independent
 
 _UNIFORM = words(
-    "full new_full zeros new_zeros zero ones new_ones zeros_like ones_like full_like fill scalar_tensor copy",
-    "copy_ empty new_empty empty_like empty_strided new_empty_strided empty_permuted view _unsafe_view",
-    "reshape _reshape_alias view_copy squeeze unsqueeze split_dim collapse_view permute transpose t expand",
-    "broadcast_in_dim repeat view_as_complex view_as_real select mm bmm mv dot vdot addmm baddbmm addmv sum mean",
-    "any all prod amax amin var rand randn randint rand_like randn_like randint_like bernoulli normal",
-    "normal_functional uniform exponential inductor_random inductor_randint native_dropout dropout",
+    "view _unsafe_view reshape _reshape_alias view_copy squeeze unsqueeze split_dim collapse_view permute transpose t",
+    "expand broadcast_in_dim repeat view_as_complex view_as_real select mm bmm mv dot vdot addmm baddbmm addmv sum",
+    "mean any all prod amax amin var",
 )
-"""Operators that give all entries along a size the same value, or values drawn alike, if their arguments do."""
+"""Operators that give all entries along a size the same value if their arguments do; so do those of these rules."""
+
+_UNIFORM_RULES = (entry_by_entry, cast, copied, zeroed, filled, OpCall.fresh, dropout, random_numbers)
 
 _UNIFORM_BESIDE_DIM = words("slice split split_with_sizes unbind cat stack cumsum cumprod flip roll _softmax")
 """Operators of which this holds along all dimensions except ``dim``."""
@@ -446,7 +445,7 @@ def by_position(
 
 
 def _is_uniform(call: OpCall, rule: PaddingRule | None, value: PaddedValue) -> bool:
-    if call.name in _UNIFORM or rule in (entry_by_entry, cast):
+    if call.name in _UNIFORM or (rule in _UNIFORM_RULES and call.name != "randperm"):
         return True
     dim = call.argument("dim", default=0)
     if call.name not in _UNIFORM_BESIDE_DIM or not isinstance(dim, int):

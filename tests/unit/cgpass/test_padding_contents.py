@@ -207,7 +207,7 @@ def test_the_remedy_for_a_refuted_rule_is_followed(compiled: Make, follow: str) 
     assert "correct the rule (register_padding_rule)" in remedy
     options: dict[str, Any] = {}
     if follow == "never":
-        (named,) = re.findall(r"set padding='(\w+)'", remedy)
+        (named,) = re.findall(r"padding='(\w+)' avoids", remedy)
         options = {"padding": named}
     fast = compiled(lambda x: (lie if follow == "never" else honest)(x, "above the mean"), **make, **options)
     fast.serve(RAGGED, passes=2)
