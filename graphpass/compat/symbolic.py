@@ -182,9 +182,9 @@ def is_unbacked(symbol: sympy.Symbol) -> bool:
     return bool(symbol_is_type(symbol, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)))
 
 
-def bounds_of(shape_env: Any, symbol: sympy.Symbol) -> tuple[int | None, int | None]:
-    """The (least, greatest) value of ``symbol``; None for a bound that is infinite or above any tensor size."""
-    value_range = shape_env.var_to_range.get(symbol)
+def bounds_of(shape_env: Any, size: sympy.Expr) -> tuple[int | None, int | None]:
+    """The (least, greatest) value of ``size``; None for a bound that is infinite or above any tensor size."""
+    value_range = shape_env.var_to_range.get(size) if size.is_Symbol else shape_env.bound_sympy(size)
     if value_range is None:
         return None, None
     return _finite(value_range.lower), _finite(value_range.upper)

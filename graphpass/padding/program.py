@@ -295,8 +295,15 @@ class _Reader:
 
     def _signed(self, size: sympy.Basic) -> Size:
         """``size`` as it is where the symbols that the guards bound by 1 or more are positive."""
+        size = size.replace(_is_largest, self._large)
         bounds = ((symbol, self._bounds(symbol)[0]) for symbol in size.free_symbols)
         return _where_positive(size, frozenset(symbol for symbol, least in bounds if least and least > 0))
+
+    def _large(self, largest: Any) -> Any:
+        """``Max(1, a)`` is ``a`` where the guards bound that by 1 or more."""
+        parts = [part for part in largest.args if part != 1]
+        least = self._bounds(parts[0])[0] if len(parts) == 1 else None
+        return parts[0] if least is not None and least >= 1 else largest  # guard: made_largest
 
     def _shape_of(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -399,6 +406,10 @@ def _is_quotient(size: Any) -> bool:
     return type(size).__name__ == "FloorDiv"
 
 
+def _is_largest(size: Any) -> bool:
+    return type(size).__name__ == "Max"
+
+
 def _is_sum(size: Any) -> bool:
     return isinstance(size, sympy.Add)
 
@@ -414,8 +425,15 @@ def _in_steps(total: Any) -> Any:
 
 
 def _whole(floored: Any) -> Any:
-    """``(a * b) // b`` is ``a``, and so is ``(a * b + b - 1) // b``, the number of steps of b below a * b."""
+    """``(a * b) // b`` is ``a``, and so is ``(a * b + b - 1) // b``, the number of steps of b below a * b.
+
+    Others get a rest from 0 to b - 1, so that ``(a - 1) // 2 + 1`` and ``(a + 1) // 2`` are one size.
+    """
     total, divisor = floored.args
+    rest = total.as_coeff_Add()[0]
+    if rest.is_Integer and divisor.is_Integer and divisor > 0 and not 0 <= rest < divisor:
+        # guard: made_quotients
+        return _whole(symbolic.floor_div(total - rest + rest % divisor, divisor)) + rest // divisor
     found = [(quotient(as_size(total + rest), as_size(divisor)), rest) for rest in (0, 1) if divisor.is_positive]
     return next((steps - rest for steps, rest in found if steps is not None), floored)
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import sympy
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._sympy.functions import PythonMod
+from torch.utils._sympy.functions import FloorDiv, Max, PythonMod
 
 from graphpass.padding import PaddedValue, PaddingFinding
-from graphpass.padding.program import _in_steps
+from graphpass.padding.program import _in_steps, _Reader, _whole
 from graphpass.padding.sizes import Question, Regrouping, Sizes, product
 from graphpass.padding.values import Filled, IndexAlong, Size
 
@@ -46,6 +47,20 @@ def test_the_least_multiple_of_a_step(size: Any, is_multiple: bool) -> None:
     for number in range(1, 20):
         at = {s: number, b: number + 2, w: 3}
         assert steps.xreplace(at) == size.xreplace(at)
+
+
+@pytest.mark.parametrize("divisor", [2, 3])
+def test_a_quotient_is_the_same_however_it_is_written(divisor: int) -> None:
+    for rest, number in itertools.product(range(-7, 8), range(1, 20)):
+        found, written = _whole(FloorDiv(s + rest, divisor)), FloorDiv(s + rest - divisor, divisor)
+        assert found.xreplace({s: number}) == (number + rest) // divisor
+        assert _whole(written) + 1 == found
+
+
+@pytest.mark.parametrize(("least", "known"), [(1, True), (3, True), (0, False), (-4, False), (None, False)])
+def test_the_largest_of_one_and_what_is_larger(least: int | None, known: bool) -> None:
+    reader: Any = SimpleNamespace(_bounds=lambda size: (least, None))
+    assert _Reader._large(reader, Max(1, s - 3)) == (s - 3 if known else Max(1, s - 3))
 
 
 def test_without_order_only_equal_factors_meet() -> None:
