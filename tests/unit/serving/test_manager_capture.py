@@ -195,13 +195,15 @@ def test_a_key_that_cannot_be_captured_is_named_and_the_others_stay(mode: str) -
 
 
 class Counts(nn.Module):
+    """In a buffer too large to be saved beside what the first run writes."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("steps", torch.zeros(1))
+        self.register_buffer("steps", torch.zeros(1 << 19))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.steps.add_(1)
-        return nn.functional.dropout(x, 0.5) + self.steps
+        return nn.functional.dropout(x, 0.5) + self.steps[0]
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
@@ -215,9 +217,9 @@ def test_capture_leaves_the_state_of_the_model_as_it_was(mode: str) -> None:
         found = torch.rand(4)
         torch.manual_seed(3)
         torch.testing.assert_close(found, torch.rand(4))
-        assert model.steps.tolist() == [0]
+        assert model.steps.unique().tolist() == [0]
     torch.manual_seed(1)
     got = [run(manager, x).clone() for _ in range(3)]
     torch.manual_seed(1)
     torch.testing.assert_close(got, [eager(x) for _ in range(3)])
-    assert model.steps.tolist() == [3]
+    assert model.steps.unique().tolist() == [3]
