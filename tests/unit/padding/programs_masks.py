@@ -237,6 +237,7 @@ MASKED = [
     P("unit rows of masked products", "b+ s-", lambda x, w, fm: (unit(x * fm[..., None] @ w) * fm[..., None]).sum(1)),
     P("unit rows, weighted", "b+ s-", lambda x, fm: fm[:, None] @ unit(x * fm[..., None])),
     P("unit rows as values", "b+ s-", lambda x, fm, m: sdpa(x, x, unit(x * fm[..., None]), m[:, None])),
+    P("unit rows, backwards", "b+ s-", lambda x, fm: (unit(x * fm[..., None]).flip(-1) * fm[..., None]).sum(1)),
     P("unit rows of what is normalised", "b+ s-", lambda x, fm: (unit(norm(x * fm[..., None])) * fm[..., None]).sum(1)),
     P("masked mask over itself", "b+ s-", lambda x, fm: (x * (fm / fm * fm)[..., None]).sum(1)),
     P("divided by a mask, then masked", "b+ s-", lambda g, fm: (g / fm * fm).sum(1)),

@@ -19,7 +19,7 @@ from graphpass.compat.saving import CannotSaveError, require_lasting
 from graphpass.ledger import Reason
 from graphpass.options import Settings
 from graphpass.saved.calls import assumed
-from graphpass.saved.fingerprint import contents_of, digest, implementations, mixed_sum, sources
+from graphpass.saved.fingerprint import class_digests, contents_of, digest, implementations, mixed_sum, sources
 from graphpass.saved.graphs import GraphIdentity
 
 PLACE = "graphpass_saved_module"
@@ -214,3 +214,15 @@ def test_a_conjugate_or_negative_view_has_the_digest_of_its_values() -> None:
     negative = values.conj().imag
     assert negative.is_neg()
     assert contents_of([negative]) == contents_of([values.conj().resolve_conj().imag]) != contents_of([values.imag])
+
+
+def test_a_class_is_digested_with_its_attributes_and_methods() -> None:
+    """Those of its bases, too; where they lie in memory does not count."""
+
+    def made(by: float, base: type = object, method: object = lambda self: 1) -> type:
+        return type("Made", (base,), {"by": by, "method": method, "__module__": __name__})
+
+    plain, again, methodical = made(2.0), made(2.0), made(2.0, method=lambda self: 2)
+    digests = [class_digests()(kind) for kind in (plain, made(3.0), methodical, made(2.0, made(3.0)))]
+    assert len(set(digests)) == 4
+    assert class_digests()(again) == digests[0]
