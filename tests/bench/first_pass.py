@@ -2,7 +2,8 @@
 
 ``python -m tests.bench.first_pass [--models bert vit t5 dit decoder]``; needs a GPU, Transformers, timm and diffusers.
 One process runs at a time, each from empty caches. The seconds are of a first call with its compilation, the ratio is
-to the run that pads nothing, and *proof* is the last proof of the sizes.
+to the run that pads nothing, and *proof* is the last proof of the sizes. ``--cpu`` compiles by aot_eager for a CPU
+alone, and counts seconds of its time.
 """
 
 from __future__ import annotations
@@ -35,23 +36,25 @@ def decoder() -> tuple[torch.nn.Module, Inputs]:
 NAMED = {**{name: MODELS[name] for name in ("bert", "vit", "t5", "dit")}, "decoder": decoder}
 
 
-def measured(name: str, padding: str) -> dict[str, Any]:
+def measured(name: str, padding: str, *, is_cpu: bool) -> dict[str, Any]:
     """The seconds of a first pass, in this process."""
     torch.manual_seed(0)
-    model, inputs = NAMED[name]()
-    model = model.cuda().bfloat16().eval()
-    batch, runtime = moved(inputs(3)), gp.GraphRuntime()
+    (model, inputs), runtime = NAMED[name](), gp.GraphRuntime()
+    model = model.eval() if is_cpu else model.cuda().bfloat16().eval()
+    batch = inputs(3) if is_cpu else moved(inputs(3))
+    finished = (lambda: None) if is_cpu else torch.cuda.synchronize
+    clock_s = time.process_time if is_cpu else time.perf_counter
     options: dict[str, Any] = {"runtime": runtime, "dispatch": "auto"}
-    if padding == "never":
-        options["padding"] = padding
+    options |= {"compiler": "aot_eager"} if is_cpu else {}
+    options |= {"padding": padding} if padding == "never" else {}
     run = torch.compile(model, backend="cgpass", dynamic=True, options=options)
     with torch.inference_mode():
         model(**batch)
-        torch.cuda.synchronize()
-        start = time.perf_counter()
+        finished()
+        start = clock_s()
         run(**batch)
-        torch.cuda.synchronize()
-        first_s = time.perf_counter() - start
+        finished()
+        first_s = clock_s() - start
     records = runtime.callables()
     verdicts = sorted({str(size.verdict) for record in records for size in record.sizes})
     return {"first_s": first_s, "proof_s": sum(r.seconds.proof for r in records), "verdicts": ", ".join(verdicts)}
@@ -62,16 +65,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", default=list(NAMED))
     parser.add_argument("--one", nargs=2, metavar=("MODEL", "PADDING"), help="one process of it")
+    parser.add_argument("--cpu", action="store_true", help="seconds of a CPU, by aot_eager")
     given = parser.parse_args()
     if given.one:
-        print(json.dumps(measured(*given.one)))
+        print(json.dumps(measured(*given.one, is_cpu=given.cpu)))
         return
     table = Table("model", "never s", "made s", "ratio", "proof s", "sizes")
     for name in given.models:
         found = {}
         for padding in ("never", "made"):
             with tempfile.TemporaryDirectory() as caches:
-                found[padding] = in_process("first_pass", ["--one", name, padding], Path(caches))
+                found[padding] = in_process(
+                    "first_pass", ["--one", name, padding, *["--cpu"] * given.cpu], Path(caches)
+                )
         never, made = found["never"], found["made"]
         if not (never and made):  # the process has said why
             continue
