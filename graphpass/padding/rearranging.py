@@ -31,9 +31,12 @@ def regrouped(call: OpCall, value: PaddedValue, shape: Sequence[Size]) -> Padded
     """``value`` viewed with the sizes ``shape``."""
     if value.constant is not None or any(size == 0 for size in shape):
         return PaddedValue(call.sizes.one_each(shape), constant=value.constant)
+    sizes = list(map(call.sizes.renamed, shape))
     walk = Regrouping(call.sizes, value.factors)
-    dims: list[Any] = [walk.take(call.sizes.renamed(size)) for size in shape]
+    dims: list[Any] = list(map(walk.take, sizes))
     if walk.left or None in dims:
+        dims = _free_behind(call, value, sizes)
+    if not dims:
         was_as = str([list(of_dim) for of_dim in value.factors])
         raise call.refuse(f"a view of factors {was_as} as {list(shape)} cuts through a padded one")
     result = PaddedValue(tuple(dims))
@@ -46,6 +49,18 @@ def regrouped(call: OpCall, value: PaddedValue, shape: Sequence[Size]) -> Padded
     pads = {places[was]: pad for was, pad in value.padding if was in places}
     rows = frozenset(places[was] for was in value.rows if was in places)
     return replace(result.with_pads(pads), index=index, rows=rows)
+
+
+def _free_behind(call: OpCall, value: PaddedValue, sizes: Sequence[Size]) -> list[Any]:
+    """The dimensions of a view that regroups what lies behind all padded factors in any way; none if it cannot be."""
+    walk, dims = Regrouping(call.sizes, value.factors), list[Any]()
+    for at, size in enumerate(sizes):
+        if not call.sizes.any_padded([*walk.left, *sizes[at:]]):  # as many entries  # guard: proof_view_behind_padding
+            return [*dims, *call.sizes.one_each(sizes[at:])]
+        dims.append(walk.take(size))
+        if dims[-1] is None:
+            break
+    return []
 
 
 def view(call: OpCall) -> PaddedValue:

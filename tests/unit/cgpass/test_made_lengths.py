@@ -73,3 +73,15 @@ def test_a_length_that_only_its_successor_was_compared_with(compiled: Make) -> N
     calls = [marked(4, length) for length in (5, 7, 6, 9, 13, 11)]
     assert fast.serve(calls, passes=2) == len(calls)
     assert verdicts(fast, "x[1]") == ["made"]
+
+
+def test_what_lies_behind_a_batch_is_viewed_in_any_sizes(compiled: Make) -> None:
+    """As where an image model computes its grid by a square root."""
+
+    def of_patches(x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        side = int((grid.shape[0] ** 2) ** 0.5)
+        return x.reshape(x.shape[0], 2, side, 2, 3).permute(0, 1, 3, 2, 4).reshape(x.shape[0], -1) * 2
+
+    fast = compiled(of_patches, make=lambda size: (torch.randn(size, 4, 6), torch.ones(2, 3)), dynamic=True)
+    fast.serve((5, 7, 6, 8, 5, 7))
+    assert fast.padded_sizes["x[0]"] is True
