@@ -110,7 +110,7 @@ class GraphRuntime:
                 with frozen_objects():
                     yield scope
                     self._serves_calls |= by_calls
-                    for problem in self.left_behind() if by_calls else ():
+                    for problem in self._left_behind() if by_calls else ():
                         self.warn(problem.what, problem.remedy, is_recorded=True)
             finally:
                 gc.collect()
@@ -222,7 +222,7 @@ class GraphRuntime:
             Problem("no graph", f"{why.why}; its later calls are not counted", (), why.where, None, why.remedy)
             for why in self.given_up.reasons(why for _, why in self.ledger.uncaptured)
         )
-        return (*notes, *uncounted, *(self.left_behind() if self._serves_calls else ()))
+        return (*notes, *uncounted, *(self._left_behind() if self._serves_calls else ()))
 
     def close(self) -> None:
         """Drop all graphs and free the pool; callables still run, without graphs, and can be captured again."""
@@ -322,7 +322,22 @@ class GraphRuntime:
         """The callables registered so far."""
         return tuple(self._callables)
 
-    def left_behind(self) -> Iterator[Problem]:
+    def recompiled_from(self, region: RegionId, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> RegionId | None:
+        """The region that has this key's graph in another compilation of the same function; None when there is none."""
+        frames = {record.name: record.frame for record in self._callables if record.frame is not None}
+        for table in self._tables():
+            other = table.region
+            if (
+                other.callable != region.callable
+                and other.region == region.region
+                and table.mode is mode
+                and frames.get(other.callable, -1) == frames.get(region.callable, -2)
+                and descriptor in table.descriptors()
+            ):
+                return other
+        return None
+
+    def _left_behind(self) -> Iterator[Problem]:
         """A problem for each compilation whose guards admit keys that only an earlier one has captured.
 
         Of all compilations of a function, Dynamo calls the newest one whose guards pass.

@@ -388,8 +388,9 @@ class CUDAGraphWrapper:
         found = f"captured at {self.mode}: {captured}"
         if self.table.at(descriptor):
             found += "; this key with other arguments, or with inputs that share memory in another way"
-        for problem in self._runtime.left_behind():
-            found += f"; {problem.what}" if self.region.callable in problem.places else ""
+        older = self._runtime.recompiled_from(self.region, self.mode, descriptor)
+        if older is not None:
+            found += f"; {older} has this key, but torch.compile has compiled the function again since"
         return CaptureError(
             f"{self.region} has no graph for {self.mode} {descriptor}, and capture is closed",
             expected="a key that was captured",

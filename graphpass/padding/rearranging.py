@@ -55,7 +55,8 @@ def _free_behind(call: OpCall, value: PaddedValue, sizes: Sequence[Size]) -> lis
     """The dimensions of a view that regroups what lies behind all padded factors in any way; none if it cannot be."""
     walk, dims = Regrouping(call.sizes, value.factors), list[Any]()
     for at, size in enumerate(sizes):
-        if not call.sizes.any_padded([*walk.left, *sizes[at:]]):  # as many entries  # guard: proof_view_behind_padding
+        rest = (*walk.left, *sizes[at:])  # a view keeps the number of entries
+        if not (walk.is_guessed or call.sizes.any_padded(rest)):  # guard: proof_view_behind_padding
             return [*dims, *call.sizes.one_each(sizes[at:])]
         dims.append(walk.take(size))
         if dims[-1] is None:

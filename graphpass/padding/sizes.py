@@ -169,7 +169,7 @@ class Regrouping:
         self._sizes = sizes
         #: The factors that no dimension of the view has yet; unpadded ones are merged.
         self.left = deque(sizes.merged([size for of_dim in factors for size in of_dim]))
-        self._unlike = False
+        self.is_guessed = False  #: whether two sizes count as equal if the view uses up all others
 
     def take(self, size: Size) -> Factors | None:
         """The factors of the view's next dimension; None if one of this size would cut through a padded factor."""
@@ -201,7 +201,7 @@ class Regrouping:
 
         A view keeps the number of entries, so they are equal if all other sizes of the view are used up by factors.
         """
-        if self._unlike or self._sizes.padded(size) or (isinstance(size, int) and isinstance(factor, int)):
+        if self.is_guessed or self._sizes.padded(size) or (isinstance(size, int) and isinstance(factor, int)):
             return False
-        self._unlike = True
+        self.is_guessed = True
         return True

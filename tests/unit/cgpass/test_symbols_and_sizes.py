@@ -75,9 +75,7 @@ def test_keys_that_a_later_compilation_left_behind_are_named_when_capture_ends(
     for piece in ("compiled g1 after g0 was captured at FULL", str(reqs_by_length((4, 4))), "capturing()"):
         assert piece in warning.message
     assert [problem.what in warning.message for problem in fast.problems] == [True]
-    with pytest.raises(
-        CaptureError, match=r"found captured at FULL.*; torch.compile compiled g1 after g0 was captured"
-    ):
+    with pytest.raises(CaptureError, match="compiled the function again"):
         fast.check("FULL", sizes=[(4, 4)])
     fast.capture("FULL", sizes=[(4, 4)])
     fast.check("FULL", sizes=[(4, 4)])
