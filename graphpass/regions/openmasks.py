@@ -7,8 +7,6 @@ contiguous, so attention would run in its parts, in float32.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
@@ -16,10 +14,11 @@ from graphpass.regions.names import names_of
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _SAME_ENTRIES = frozenset({"aten::expand", "aten::unsqueeze", "aten::reshape", "operator.getitem"})
+_OF_INDICES = _SAME_ENTRIES | {"aten::arange", "aten::add", "aten::ge"}
 
 
 def without_open_masks(graph: fx.Graph) -> None:
-    """Give no mask to each attention whose mask is True at every entry."""
+    """Give no mask to each attention whose mask is True at every entry and read by nothing but attention."""
     for node in graph.find_nodes(op="call_function", target=_ATTENTION):
         mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
         if not isinstance(mask, fx.Node) or not _is_true(mask):  # guard: open_masks
@@ -28,28 +27,35 @@ def without_open_masks(graph: fx.Graph) -> None:
             node.update_arg(3, None)
         else:
             node.update_kwarg("attn_mask", None)
-        while mask is not None and not mask.users and mask.op != "placeholder":
+        while not mask.users and not names_of(mask).isdisjoint(_OF_INDICES):
             parts = mask.all_input_nodes
             graph.erase_node(mask)
-            mask = parts[0] if parts else None
+            mask = parts[0] if parts else node
 
 
 def _is_true(mask: fx.Node) -> bool:
-    names = names_of(mask)
-    if not names.isdisjoint(_SAME_ENTRIES):
-        return _is_true(mask.all_input_nodes[0])
-    least = _least(mask.args[0]) if "aten::ge" in names else None
-    return least is not None and isinstance(mask.args[1], int) and least >= mask.args[1]
+    if any(user.target is not _ATTENTION for user in mask.users):
+        return False
+    while not names_of(mask).isdisjoint(_SAME_ENTRIES):
+        mask = mask.all_input_nodes[0]
+        if len(mask.users) > 1:  # guard: open_masks_unwritten
+            return False
+    if "aten::ge" not in names_of(mask) or len(mask.args) != 2 or mask.kwargs:
+        return False
+    least, bound = _least(mask.args[0]), mask.args[1]
+    return least is not None and isinstance(bound, int) and least >= bound
 
 
-def _least(value: Any) -> int | None:
-    """What no entry of a tensor of indices is below; None if that is not known."""
-    names = names_of(value) if isinstance(value, fx.Node) else frozenset[str]()
+def _least(value: object) -> int | None:
+    """What no entry of a tensor of indices is below; None if that is not known, or another reader may write to it."""
+    if not isinstance(value, fx.Node) or len(value.users) > 1:  # guard: open_masks_of_unwritten_indices
+        return None
+    names = names_of(value)
     if "aten::arange" in names:
-        return 0 if len(value.args) == 1 else None
+        return 0 if len(value.args) == 1 and value.kwargs.keys() <= {"device"} else None
     if not names.isdisjoint(_SAME_ENTRIES):
-        return _least(value.args[0])
-    if "aten::add" in names and isinstance(value.args[1], int) and not value.kwargs:
-        of = _least(value.args[0])
-        return None if of is None else of + value.args[1]
+        return _least(value.all_input_nodes[0])
+    if "aten::add" in names and len(value.args) == 2 and not value.kwargs:
+        least, added = _least(value.args[0]), value.args[1]
+        return least + added if least is not None and isinstance(added, int) else None
     return None

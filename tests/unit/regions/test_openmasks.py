@@ -19,6 +19,30 @@ def queries(length: int, offset: int = 0) -> torch.Tensor:
     return (torch.arange(length) + offset)[None, None, :, None]
 
 
+def of_written_indices(batch: int, n: int) -> torch.Tensor:
+    indices = torch.arange(n)
+    indices.sub_(1)
+    return (indices[:, None] >= 0).expand(n, n)
+
+
+def of_indices_written_by_a_view(batch: int, n: int) -> torch.Tensor:
+    indices = torch.arange(n)
+    indices[1:].sub_(3)
+    return (indices[:, None] >= 0).expand(n, n)
+
+
+def written_afterwards(batch: int, n: int) -> torch.Tensor:
+    mask = (torch.arange(n)[:, None] >= 0).expand(n, n).contiguous()
+    mask[0] = False
+    return mask
+
+
+def written_before_it_is_expanded(batch: int, n: int) -> torch.Tensor:
+    mask = torch.arange(n)[:, None] >= 0
+    mask[0] = False
+    return mask.expand(n, n)
+
+
 MASKS: dict[str, tuple[bool, Mask]] = {
     "as Transformers makes it": (True, lambda batch, n: (queries(n) >= 0).expand(batch, -1, n, n)),
     "from a later index": (True, lambda batch, n: (queries(n, 3) >= 2).expand(batch, 1, n, n)),
@@ -26,6 +50,11 @@ MASKS: dict[str, tuple[bool, Mask]] = {
     "from an earlier index": (False, lambda batch, n: (queries(n, -1) >= 0).expand(batch, -1, n, n)),
     "backwards": (False, lambda batch, n: (torch.add(torch.arange(n), 1, alpha=-2)[:, None] >= 0).expand(n, n)),
     "from the second index": (False, lambda batch, n: (torch.arange(-1, n - 1)[:, None] >= 0).expand(n, n)),
+    "of written indices": (False, of_written_indices),
+    "of indices that a view writes": (False, of_indices_written_by_a_view),
+    "written": (False, written_afterwards),
+    "written, then expanded": (False, written_before_it_is_expanded),
+    "by keywords": (False, lambda batch, n: torch.ge(input=queries(n), other=1).expand(batch, 1, n, n)),
     "causal": (False, lambda batch, n: torch.arange(n) <= queries(n)),
 }
 
