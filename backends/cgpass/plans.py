@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 
@@ -59,67 +59,7 @@ class PlannedReplay:
         return replay
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedCallable:
-    """What all plans of a callable share."""
-
-    name: str  #: the callable
-    #: builds the stitched code from region name -> callee, for the captured regions, and region name -> fixed outputs
-    bind: Callable[[Mapping[str, Callable[..., Any]], Mapping[str, Sequence[Any]]], Callable[..., Any]]
-    static: frozenset[int]  #: positions of the arguments declared static, whether a graph baked them in or not
-    reuses_outputs: bool  #: no eager region reshapes an output of a replay in place, so that it may be the same object
-    eager: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  #: region name -> code of the eager regions
-    places: Mapping[str, str] = field(default_factory=dict)  #: region name -> path of its module, for profiles
-
-    def label(self, region: str, how: str) -> str:
-        """The name of a region's range in a profile."""
-        return " ".join(filter(None, (f"{self.name}.{region}", how, self.places.get(region, ""))))
-
-
-def plan_of_regions(
-    callable_: PlannedCallable, replays: Mapping[str, PlannedReplay], args: Sequence[Any], key: str
-) -> ReplayPlan:
-    """The plan of a callable for calls like ``args``."""
-    plans = [planned.entry.plan for planned in replays.values()]
-    baked = {storage for plan in plans for storage in plan.statics.storages}
-    tensors = [position for position, value in enumerate(args) if isinstance(value, torch.Tensor)]
-    fixed = [position for position in tensors if position in callable_.static or storage_id(args[position]) in baked]
-    dynamic = tuple(position for position in tensors if position not in set(fixed))
-    pattern = alias_pattern(args, dynamic)
-    if pattern:  # inputs that share memory are copied together, region by region
-        replays = {region: replace(planned, arguments={}) for region, planned in replays.items()}
-    inputs = [planned.entry.plan.inputs.at(planned.arguments) for planned in replays.values()]
-    unchanging = {
-        region: planned.entry.outputs.build(())
-        for region, planned in replays.items()
-        if callable_.reuses_outputs and planned.is_fixed()
-    }
-    callees = {
-        region: planned.entry.graph.replay if region in unchanging else planned.callee()
-        for region, planned in replays.items()
-    }
-    stitched = callable_.bind(callees, unchanging)
-
-    @functools.cache
-    def ranged() -> Callable[[Sequence[Any]], Any]:
-        named = {name: operators.ranged(callable_.label(name, "replay"), callee) for name, callee in callees.items()}
-        eager = {name: operators.ranged(callable_.label(name, "eager"), run) for name, run in callable_.eager.items()}
-        stitched = callable_.bind({**eager, **named}, unchanging)
-        return operators.ranged(f"{callable_.name} {key}", lambda args: stitched(*args))
-
-    return ReplayPlan(
-        name=callable_.name,
-        statics=StaticSet.of(args, fixed),
-        dynamic_positions=dynamic,
-        pattern=pattern,
-        reads=ContextReads.of(value for plan in plans for value in plan.reads.values),
-        inputs=InputPlan.joined(inputs, callable_.name),
-        rows=tuple(row for plan in plans for row in plan.rows),
-        pool_storages=frozenset[int]().union(*(plan.pool_storages for plan in plans)),
-        pool_outputs=tuple(output for plan in plans for output in plan.pool_outputs),
-        launch=lambda args: stitched(*args),
-        ranged=ranged,
-    )
+_Bind: TypeAlias = Callable[[Mapping[str, Callable[..., Any]], Mapping[str, Sequence[Any]]], Callable[..., Any]]
 
 
 class ReplayPlans:
@@ -133,20 +73,66 @@ class ReplayPlans:
         runtime: GraphRuntime,
         static: Sequence[int],
     ) -> None:
-        self._partition = partition
-        self._runtime = runtime
+        self.name, self._partition, self._runtime, self.static = name, partition, runtime, frozenset(static)
         # With the generation of the lease: after a graph is dropped, no plan that may contain it is valid.
         self._plans: dict[BatchDescriptor, list[tuple[int, ReplayPlan]]] = {}
         eager = [region for region in partition.regions if region.kind == "eager"]
-        code = {region.name: region.graph_module.forward for region in eager}
-        unplanned = {**callees, **code}
-        self._callable = PlannedCallable(
-            name=name,
-            bind=lambda planned, fixed: partition.bind({**unplanned, **planned}, fixed),
-            static=frozenset(static),
-            reuses_outputs=not any(reshapes_in_place(node) for r in eager for node in r.graph_module.graph.nodes),
-            eager=code,
-            places={region.name: nnmodules.path_of_graph(region.graph_module) for region in partition.regions},
+        #: {region: its code} of the eager regions
+        self.eager = {region.name: region.graph_module.forward for region in eager}
+        unplanned = {**callees, **self.eager}
+        #: binds callees to the stitched code, in place of the wrappers, and fixed outputs to regions
+        self.bind: _Bind = lambda planned, fixed: partition.bind({**unplanned, **planned}, fixed)
+        #: no eager region reshapes an output of a replay in place, so that it may be the same object
+        self.reuses_outputs = not any(reshapes_in_place(node) for r in eager for node in r.graph_module.graph.nodes)
+        #: {region: path of its module}, for profiles
+        self.places = {region.name: nnmodules.path_of_graph(region.graph_module) for region in partition.regions}
+
+    def plan(self, replays: Mapping[str, PlannedReplay], args: Sequence[Any], key: str) -> ReplayPlan:
+        """The plan of the callable for calls like ``args``."""
+        plans = [planned.entry.plan for planned in replays.values()]
+        baked = {storage for plan in plans for storage in plan.statics.storages}
+        tensors = [position for position, value in enumerate(args) if isinstance(value, torch.Tensor)]
+        fixed = [position for position in tensors if position in self.static or storage_id(args[position]) in baked]
+        dynamic = tuple(position for position in tensors if position not in set(fixed))
+        pattern = alias_pattern(args, dynamic)
+        if pattern:  # inputs that share memory are copied together, region by region
+            replays = {region: replace(planned, arguments={}) for region, planned in replays.items()}
+        inputs = [planned.entry.plan.inputs.at(planned.arguments) for planned in replays.values()]
+        unchanging = {
+            region: planned.entry.outputs.build(())
+            for region, planned in replays.items()
+            if self.reuses_outputs and planned.is_fixed()
+        }
+        callees = {
+            region: planned.entry.graph.replay if region in unchanging else planned.callee()
+            for region, planned in replays.items()
+        }
+        stitched = self.bind(callees, unchanging)
+
+        # A plan that held this object would keep it alive.
+        name, bind, eager, places = self.name, self.bind, self.eager, self.places
+
+        @functools.cache
+        def ranged() -> Callable[[Sequence[Any]], Any]:
+            labels = {region: f"{name}.{region} replay {places.get(region, '')}" for region in callees}
+            labels |= {region: f"{name}.{region} eager {places.get(region, '')}" for region in eager}
+            called = {**eager, **callees}
+            named = {region: operators.ranged(label.rstrip(), called[region]) for region, label in labels.items()}
+            stitched = bind(named, unchanging)
+            return operators.ranged(f"{name} {key}", lambda args: stitched(*args))
+
+        return ReplayPlan(
+            name=self.name,
+            statics=StaticSet.of(args, fixed),
+            dynamic_positions=dynamic,
+            pattern=pattern,
+            reads=ContextReads.of(value for plan in plans for value in plan.reads.values),
+            inputs=InputPlan.joined(inputs, self.name),
+            rows=tuple(row for plan in plans for row in plan.rows),
+            pool_storages=frozenset[int]().union(*(plan.pool_storages for plan in plans)),
+            pool_outputs=tuple(output for plan in plans for output in plan.pool_outputs),
+            launch=lambda args: stitched(*args),
+            ranged=ranged,
         )
 
     def serving(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> ReplayPlan | None:
@@ -160,12 +146,12 @@ class ReplayPlans:
         self, descriptor: BatchDescriptor, args: Sequence[Any], replayed: Sequence[GraphEntry]
     ) -> ReplayPlan | None:
         """Create the plan for calls like the one that has just run; None if one of its regions had no graph."""
-        entries = {entry.region.region: entry for entry in replayed if entry.region.callable == self._callable.name}
+        entries = {entry.region.region: entry for entry in replayed if entry.region.callable == self.name}
         captured = [region for region in self._partition.regions if region.kind == "captured"]
         if any(region.name not in entries for region in captured):
             return None
         key = f"{CUDAGraphMode.PIECEWISE} {descriptor}"
-        plan = plan_of_regions(self._callable, self._planned(captured, entries), args, key)
+        plan = self.plan(self._planned(captured, entries), args, key)
         generation = self._runtime.lease.generation
         valid = [pair for pair in self._plans.get(descriptor, []) if pair[0] == generation]
         self._plans[descriptor] = [*valid[1 - MAX_STATIC_SETS :], (generation, plan)]

@@ -322,49 +322,37 @@ class GraphRuntime:
         """The callables registered so far."""
         return tuple(self._callables)
 
-    def recompiled_from(self, region: RegionId, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> RegionId | None:
-        """The region that has this key's graph in another compilation of the same function; None when there is none."""
-        frames = {record.name: record.frame for record in self._callables if record.frame is not None}
-        for table in self._tables():
-            other = table.region
-            if (
-                other.callable != region.callable
-                and other.region == region.region
-                and table.mode is mode
-                and frames.get(other.callable, -1) == frames.get(region.callable, -2)
-                and descriptor in table.descriptors()
-            ):
-                return other
-        return None
-
-    def _left_behind(self) -> Iterator[Problem]:
-        """A problem for each compilation whose guards admit keys that only an earlier one has captured.
+    def captured_before(self, name: str) -> dict[tuple[CUDAGraphMode, BatchDescriptor], str]:
+        """{key: the earlier compilation of the same function that has captured it}.
 
         Of all compilations of a function, Dynamo calls the newest one whose guards pass.
         """
-        captured: dict[str, dict[tuple[CUDAGraphMode, BatchDescriptor], None]] = {}
-        for table in self._tables():
-            keys = captured.setdefault(table.region.callable, {})
-            keys.update(dict.fromkeys((table.mode, descriptor) for descriptor in table.descriptors()))
-        for number, newer in enumerate(self._callables):
-            if newer.frame is None or newer.admits is None:
-                continue
-            for older in self._callables[:number]:
-                if older.frame != newer.frame:
-                    continue
-                keys = captured.get(older.name, {})
-                missing = [key for key in keys if key not in captured.get(newer.name, {}) and newer.admits(key[1])]
-                if missing:
-                    mode, descriptor = missing[0]
-                    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-                    yield Problem(
-                        "note",
-                        f"torch.compile compiled {newer.name} after {older.name} was captured at {mode} {descriptor}"
-                        f"{more}: calls that reach {newer.name} now have no graph",
-                        (newer.name,),
-                        remedy="call it once more at these keys inside `with runtime.capturing():`, or compile before "
-                        "capturing, by a call in mode NONE whose dynamic sizes all differ",
-                    )
+        frames = {record.name: record.frame for record in self._callables}
+        older = list(frames)[: list(frames).index(name)] if frames.get(name) is not None else []
+        return {
+            (table.mode, key): table.region.callable
+            for table in self._tables()
+            if table.region.callable in older and frames[table.region.callable] == frames[name]
+            for key in table.descriptors()
+        }
+
+    def _left_behind(self) -> Iterator[Problem]:
+        """A problem for each compilation whose guards admit keys that only an earlier one has captured."""
+        captured = {(table.region.callable, table.mode, key) for table in self._tables() for key in table.descriptors()}
+        for newer in self._callables:
+            before, admits = self.captured_before(newer.name), newer.admits
+            missing = [key for key in before if (newer.name, *key) not in captured and admits and admits(key[1])]
+            if missing:
+                mode, descriptor = missing[0]
+                more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+                yield Problem(
+                    "note",
+                    f"torch.compile compiled {newer.name} after {before[missing[0]]} was captured at {mode} "
+                    f"{descriptor}{more}: calls that reach {newer.name} now have no graph",
+                    (newer.name,),
+                    remedy="call it once more at these keys inside `with runtime.capturing():`, or compile before "
+                    "capturing, by a call in mode NONE whose dynamic sizes all differ",
+                )
 
     def compiled_later(self, name: str, artifacts: int, seconds: float) -> None:
         """Add the artifacts that waited for the second call of a callable to its record."""

@@ -388,7 +388,7 @@ class CUDAGraphWrapper:
         found = f"captured at {self.mode}: {captured}"
         if self.table.at(descriptor):
             found += "; this key with other arguments, or with inputs that share memory in another way"
-        older = self._runtime.recompiled_from(self.region, self.mode, descriptor)
+        older = self._runtime.captured_before(self.region.callable).get((self.mode, descriptor))
         if older is not None:
             found += f"; {older} has this key, but torch.compile has compiled the function again since"
         return CaptureError(

@@ -13,12 +13,11 @@ from graphpass.capture.runtime import runtime_of
 from graphpass.cli.usermodel import Program, Result, users_code
 from graphpass.errors import OptionError
 from graphpass.regions.execute import are_fake
-from graphpass.report import Problem
-from graphpass.report.drawing import Heading, Part, Table, listed
+from graphpass.report import Problem, Report
+from graphpass.report.drawing import Heading, Part
 from graphpass.report.figures import graph_figures
-from graphpass.report.problems import cuts_of
 from graphpass.report.records import CallableRecord
-from graphpass.report.report import proof_tables, region_maps, regions_table
+from graphpass.report.report import problem_parts, proof_tables, regions_parts
 
 
 def explain(program: Program, options: Mapping[str, Any]) -> Result:
@@ -42,7 +41,7 @@ def explain(program: Program, options: Mapping[str, Any]) -> Result:
     except OptionError:  # Dynamo compiled nothing
         return Result("explain", program.name, _figures(program, (), ()), ("torch.compile found no graph.",))
     figures = _figures(program, runtime.callables(), runtime.noted())
-    return Result("explain", program.name, figures, tuple(_parts(figures, runtime.callables())))
+    return Result("explain", program.name, figures, tuple(_parts(figures, runtime.report(program.name))))
 
 
 def _without_kernels(program: Program, options: Mapping[str, Any]) -> str:
@@ -84,37 +83,20 @@ def _figures(program: Program, records: Sequence[CallableRecord], notes: Sequenc
     }
 
 
-def _parts(figures: Mapping[str, Any], records: Sequence[CallableRecord]) -> Iterator[Part]:
+def _parts(figures: Mapping[str, Any], report: Report) -> Iterator[Part]:
+    records = report.figures.callables
     yield (
         f"Graphs: {len(records)}. Captured regions: {figures['captured_regions']}, different ones: "
         f"{figures['unique_regions']}. Eager regions: {figures['eager_regions']}. Traced on {figures['device']}, torch "
         f"{figures['torch']}."
     )
-    yield Heading("Why it is cut")
-    cuts = _cuts(records)
-    yield cuts
-    if not cuts.rows:
-        yield "Nothing is cut: each graph is one captured region."
+    yield from problem_parts(report.problems, is_empty=False)
     if figures["device"] == "cpu":
         yield "On the CPU a tensor on the CPU cuts nothing. Run this on a GPU to see such tensors."
     yield Heading("Regions")
-    yield from region_maps(records)
-    yield regions_table(records, with_reasons=False)
+    yield from regions_parts(records)
     yield Heading("Padding")
     of_proof = proof_tables(records)
     if not of_proof[0].rows:
         yield "No size is symbolic: every shape is captured as it is."
     yield from of_proof
-    notes = tuple((str(note["times"]), note["what"], note["remedy"]) for note in figures["notes"])
-    yield Table("Notes", ("times", "what", "what to do"), notes)
-
-
-def _cuts(records: Sequence[CallableRecord]) -> Table:
-    rows = [(cut.what, cut.where, listed(cut.places), cut.remedy) for cut in cuts_of(records)]
-    for record in records:
-        if record.ends is not None:
-            end = record.ends
-            rows.append((f"graph break: {end.why}", end.where, f"{record.name}.end", end.remedy))
-        if record.off is not None:
-            rows.append((record.off.why, record.off.where, record.name, record.off.remedy))
-    return Table("Cuts", ("reason", "line", "regions", "what to do"), tuple(rows))

@@ -42,7 +42,6 @@ class Partition:
     inputs: tuple[GraphInput, ...]  #: the graph's inputs, in the order of the arguments
     mutated_inputs: tuple[int, ...]  #: positions in ``inputs`` of the tensors whose storage the graph writes to
     layout_inputs: tuple[int, ...]  #: positions in ``inputs`` of numbers that are only strides and offsets of others
-    source: str  #: the Python source of ``stitched``
     #: (name, metadata) of each output leaf in pytree order; the name is "" for a constant
     output_values: tuple[tuple[str, Any], ...]
     _stitching: Stitching
@@ -128,7 +127,6 @@ def partition(
         inputs=inputs,
         mutated_inputs=written_positions(placeholders, written),
         layout_inputs=layout_inputs(whole.graph),
-        source=stitching.source(),
         output_values=tuple(
             (leaf.name if isinstance(leaf, fx.Node) else "", value_of(leaf)) for leaf in trees.flatten(outputs)[0]
         ),

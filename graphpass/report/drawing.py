@@ -35,16 +35,7 @@ class Picture:
     lines: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Strip:
-    """Regions in program order."""
-
-    title: str
-    #: (name, kind): ``captured``, ``eager``, or ``end`` for the end of a graph before the end of the model
-    cells: tuple[tuple[str, str], ...]
-
-
-Part = Table | str | Heading | Picture | Strip
+Part = Table | str | Heading | Picture
 """A part of a report; a string is a paragraph."""
 
 
@@ -88,8 +79,6 @@ def listed(names: Iterable[str], most: int = 4) -> str:
 _WIDTH_COLUMNS, _PAGE_COLUMNS = 140, 200
 _BAR_COLUMNS, _HISTOGRAM_COLUMNS = 40, 64
 _LEVELS = " ▁▂▃▄▅▆▇█"
-_MOST_CELLS = 48
-_STYLES = {"captured": "green", "eager": "yellow", "end": "red"}
 
 
 def text_of(parts: Iterable[Part], *, most_rows: int | None = None) -> str:
@@ -121,10 +110,8 @@ def print_parts(
             _print(console, part.text, "bold")
         elif isinstance(part, str):
             _print(console, part, after="\n")
-        elif isinstance(part, Picture):
-            _print_picture(part, console)
         else:
-            _print_strip(part, console)
+            _print_picture(part, console)
     if failure is not None:
         _print(console, failure, "bold red")
 
@@ -156,17 +143,4 @@ def _print_table(table: Table, console: Console, most_rows: int | None) -> None:
     console.print(drawn)
     if most_rows is not None and len(table.rows) > most_rows:
         _print(console, f"and {len(table.rows) - most_rows} more rows")
-    console.print()
-
-
-def _print_strip(strip: Strip, console: Console) -> None:
-    from rich.text import Text as RichText
-
-    line = RichText(f"{strip.title}: ")
-    for number, (name, kind) in enumerate(strip.cells[:_MOST_CELLS]):
-        line.append(" │ " if number else "")
-        line.append(name if kind != "eager" else f"{name} eager", style=_STYLES.get(kind, ""))
-    if len(strip.cells) > _MOST_CELLS:
-        line.append(f" │ and {len(strip.cells) - _MOST_CELLS} more")
-    console.print(line)
     console.print()

@@ -22,19 +22,10 @@ def problems_of(figures: ReportFigures) -> tuple[Problem, ...]:
         *_merged(_uncaptured(figures)),
         *_first_calls(figures),
         *_merged(_endings(figures.callables)),
-        *(problem for problem in cuts_of(figures.callables) if problem.remedy),
+        *_merged(_cuts(figures.callables)),
         *_merged(_unpadded(figures.callables)),
     )
     return tuple(sorted(found, key=lambda problem: _KINDS.index(problem.kind)))
-
-
-def cuts_of(callables: Sequence[CallableRecord]) -> tuple[Problem, ...]:
-    """Why regions are eager: one problem for each reason and line, with all regions that have it.
-
-    Cuts that a callable's FULL graph holds have no remedy, because they cost nothing. Neither have cuts in a callable
-    that runs without graphs on purpose.
-    """
-    return _merged(_cuts(callables))
 
 
 def _merged(found: Iterable[Problem]) -> tuple[Problem, ...]:
@@ -91,12 +82,15 @@ def _endings(callables: Sequence[CallableRecord]) -> Iterator[Problem]:
 
 
 def _cuts(callables: Sequence[CallableRecord]) -> Iterator[Problem]:
+    """Why regions are eager, without cuts that a FULL graph holds or that a callable without graphs has on purpose."""
     for record in callables:
-        is_free = record.mode is CUDAGraphMode.FULL or (record.off is not None and not record.off.remedy)
+        if record.mode is CUDAGraphMode.FULL or (record.off is not None and not record.off.remedy):
+            continue
         for region in record.regions:
             for reason in region.reasons:
-                remedy = "" if is_free else reason.remedy
-                yield Problem("cut", reason.why, (f"{record.name}.{region.name}",), reason.where, remedy=remedy)
+                if reason.remedy:
+                    place = f"{record.name}.{region.name}"
+                    yield Problem("cut", reason.why, (place,), reason.where, remedy=reason.remedy)
 
 
 def _unpadded(callables: Sequence[CallableRecord]) -> Iterator[Problem]:

@@ -11,7 +11,6 @@ from graphpass.report.drawing import (
     Heading,
     Part,
     Picture,
-    Strip,
     Table,
     bar_chart,
     counted,
@@ -80,7 +79,7 @@ class Report:
         return {seen.field: list(seen.suggested) for seen in planned if seen.suggested}
 
     def __str__(self) -> str:
-        parts = (part for part in self._parts() if not isinstance(part, (Picture, Strip)))
+        parts = (part for part in self._parts() if not isinstance(part, Picture))
         return text_of(parts, most_rows=_MOST_ROWS)
 
     def __repr__(self) -> str:
@@ -196,9 +195,8 @@ def replay_parts(figures: ReportFigures) -> Iterator[Part]:
     memory = ("graph", "key", "pool", "executables", "padding before, s")
     yield Table("Memory of graphs", memory, _memory_rows(figures.keys))
     firsts = [group[0] for group in groups]
-    yield from region_maps(firsts)
     if any(len(record.regions) > 1 or record.ends is not None for record in firsts):
-        yield regions_table(firsts)
+        yield from regions_parts(firsts)
     kernels = tuple((use.kernel, use.serves, use.why) for use in figures.kernels)
     yield Table("Attention", ("kernel", "serves", "why"), kernels)
 
@@ -245,27 +243,21 @@ def _padding(keys: Sequence[KeyUse]) -> float | None:
     return padding_share(*map(sum, zip(*known, strict=True))) if known else None
 
 
-def region_maps(callables: Iterable[CallableRecord]) -> Iterator[Strip]:
-    """The regions of each callable in program order."""
+def regions_parts(callables: Sequence[CallableRecord]) -> Iterator[Part]:
+    """The regions of each callable in program order, and a row for each kind: equal artifacts, or equal reasons."""
+    rows, orders = [], []
     for record in callables:
-        cells = [(region.name, region.kind) for region in record.regions]
-        ends = [("end", "end")] if record.ends is not None else []
-        yield Strip(f"{record.name} in order", (*cells, *ends))
-
-
-def regions_table(callables: Iterable[CallableRecord], *, with_reasons: bool = True) -> Table:
-    """A row for each kind of region: equal artifacts, or eager for equal reasons."""
-    rows = []
-    for record in callables:
+        order = [f"{region.name} eager" if region.kind == "eager" else region.name for region in record.regions]
         for first, regions in _regions(record):
             others = listed(f"{record.name}.{region.name}" for region in regions[1:])
             why = "; ".join(map(str, dict.fromkeys(first.reasons)))
             rows.append((f"{record.name}.{first.name}", first.kind, str(first.num_ops), others, why))
         if record.ends is not None:
+            order.append("end")
             rows.append((f"{record.name}.end", "end", "", "", str(record.ends)))
-    columns = ("region", "kind", "nodes", "equal regions", "reason")
-    num_columns = len(columns) if with_reasons else len(columns) - 1
-    return Table("Regions", columns[:num_columns], tuple(row[:num_columns] for row in rows))
+        orders.append(f"{record.name}: {' │ '.join(order)}")
+    yield Picture("Regions in order", tuple(orders))
+    yield Table("Regions", ("region", "kind", "nodes", "equal regions", "reason"), tuple(rows))
 
 
 def _regions(record: CallableRecord) -> list[tuple[RegionRecord, list[RegionRecord]]]:

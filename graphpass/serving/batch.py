@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from graphpass.errors import OptionError, is_integer
+from graphpass.errors import OptionError, positive
 from graphpass.keys import AttentionSupport, BatchDescriptor
 from graphpass.paddedcalls import PadRule, checked_rule
 
@@ -42,27 +42,15 @@ class InputSpec:
                 found=repr(rule),
                 remedy="choose a padding value that the dtype represents exactly",
             )
-        if not all(is_integer(size, at_least=1) for size in self.shape):
+        for size in self.shape:
+            positive(size, f"a size of input {self.name!r}", remedy="pass the shape that it has in the largest batch")
+        grows, rank = [dim for dim in (self.token_dim, self.request_dim) if dim is not None], len(self.shape)
+        if not all(-rank <= dim < rank for dim in grows) or len(self.dims()) < len(grows):
             raise OptionError(
-                f"the shape of input {self.name!r} is not valid",
-                expected="integer sizes of at least 1",
-                found=str(self.shape),
-                remedy="pass the shape that the input has in the largest batch",
-            )
-        for what, dim in (("token_dim", self.token_dim), ("request_dim", self.request_dim)):
-            if dim is not None and not -len(self.shape) <= dim < len(self.shape):
-                raise OptionError(
-                    f"{what} of input {self.name!r} is out of range",
-                    expected=f"{-len(self.shape)} to {len(self.shape) - 1}, or None",
-                    found=str(dim),
-                    remedy=f"pass the dimension of {self.shape} that grows with the batch",
-                )
-        if self.token_dim is not None and self.request_dim is not None and len(self.dims()) == 1:
-            raise OptionError(
-                f"input {self.name!r} has the same dimension for tokens and requests",
-                expected="two different dimensions, or None for one of them",
+                f"the dimensions of input {self.name!r} cannot be used",
+                expected=f"two different dimensions of {self.shape}, or None for one of them",
                 found=f"token_dim={self.token_dim}, request_dim={self.request_dim}",
-                remedy="leave out token_dim or request_dim",
+                remedy="pass the dimensions that grow with the batch",
             )
 
     def dims(self) -> dict[int, str]:

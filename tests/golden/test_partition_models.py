@@ -126,7 +126,7 @@ def test_stitched_source() -> None:
 
     split = partition(fx.symbolic_trace(Model()), ["aten::softmax"], example_inputs=(torch.rand(4, 4),) * 2)
     assert_expected_inline(
-        split.source,
+        split._stitching.source(),
         """\
 def stitched(x, weight):
     matmul, = r0(x, weight)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 import cgpass
 import graphpass as gp
-from cgpass.plans import PlannedCallable, PlannedReplay, plan_of_regions
+from cgpass.plans import PlannedReplay, ReplayPlans
 from graphpass.capture.replay import GraphEntry, ReplayPlan
 from graphpass.compat import memory
 from graphpass.context import set_forward_context
@@ -39,8 +40,8 @@ def plan_for(rig: Any, entry: GraphEntry, args: Any, arguments: Any = ()) -> Rep
     def bind(callees: Any, fixed: Any) -> Any:
         return (lambda *_: (callees["r0"](), fixed["r0"])[1]) if fixed else callees["r0"]
 
-    callable_ = PlannedCallable("g0", bind, frozenset(), True)
-    return plan_of_regions(callable_, {"r0": replay}, args, "PIECEWISE")
+    plans: Any = SimpleNamespace(name="g0", bind=bind, static=frozenset(), reuses_outputs=True, eager={}, places={})
+    return ReplayPlans.plan(plans, {"r0": replay}, args, "PIECEWISE")
 
 
 def run(rig: Any, plan: ReplayPlan, *args: Any) -> Any:

@@ -16,7 +16,7 @@ from graphpass import BatchDescriptor, CudagraphDispatcher, CudaGraphManager, CU
 from graphpass.capture import CallableRecord, Counts, RegionId, RegionRecord, RegionUse, RuntimeStats, SizeRecord
 from graphpass.ledger import Row
 from graphpass.report import CountedReason, KeyUse, Reason, Report, ReportFigures
-from graphpass.report.drawing import Heading, Strip, Table, bar_chart, html_page, print_parts, size_chart
+from graphpass.report.drawing import Heading, Picture, Table, bar_chart, html_page, print_parts, size_chart
 from graphpass.report.figures import saved_s
 from graphpass.report.report import QUESTIONS
 from tests.pages import Page
@@ -250,7 +250,7 @@ EVERY_PART = (
     bar_chart(HOSTILE, ((HOSTILE, 2.0, HOSTILE), ("zero", 0.0, "0"))),
     bar_chart("no bars", ()),
     size_chart(HOSTILE, ((1, 3.0), (90, 1.0)), {HOSTILE: (8, 90)}),
-    Strip(HOSTILE, (("g0.r0", "captured"), (HOSTILE, "eager"))),
+    Picture(HOSTILE, (f"g0.r0 │ {HOSTILE} eager",)),
 )
 
 
