@@ -10,9 +10,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from graphpass.compat import nnmodules
+from graphpass.compat import nnmodules, operators
 from graphpass.encoder.adapters import TowerAdapter
 from graphpass.encoder.adapters.adapter import BOTH
+from graphpass.encoder.adapters.tables import GRID_KEY
 from graphpass.encoder.manager import EncoderCudaGraphManager
 from graphpass.encoder.options import EncoderOptions
 from graphpass.errors import EncoderConfigError
@@ -57,27 +58,20 @@ class AttachedEncoder:
         raise _unattached(f"an encoder of {modality} that set_encoder replaces", "another module after set_encoder")
 
     def items(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
-        """The items of a call of the tower; None if the stock tower has to run it."""
-        names, given = self._names, {**dict(zip(self._names, args, strict=False)), **named}
-        more = {name: value for name, value in given.items() if name not in (names[0], "grid_thw")}
+        """The items of a call; None if the stock tower has to run it."""
+        more = {**dict(zip(self._names, args, strict=False)), **named}
+        pixels, grids, weight = more.pop(self._names[0], None), more.pop(GRID_KEY, None), next(self._tower.parameters())
         asks_more = any(isinstance(v, torch.Tensor) or (v and name.startswith("output_")) for name, v in more.items())
-        pixels, weight = given.get(names[0]), next(self._tower.parameters())
-        needs_grad = torch.is_grad_enabled() and any(
-            p.requires_grad for p in (pixels, *self._tower.parameters()) if p is not None
-        )
+        needs_grad = operators.needs_grad((pixels, *self._tower.parameters()))
         # guard: attached_encoder_grad
-        if needs_grad or asks_more or given.get("return_dict") is False or torch.compiler.is_compiling():
+        if needs_grad or asks_more or more.get("return_dict") is False or torch.compiler.is_compiling():
             return None
         if (weight.device, weight.dtype) != self.manager.place or not isinstance(pixels, torch.Tensor):
             return None
         found = {"pixel_values": pixels}
-        if "grid_thw" in given:
-            found = {"pixel_values": pixels.reshape(-1, *self._adapter.row_shape), "grid_thw": given["grid_thw"].cpu()}
+        if grids is not None:
+            found = {"pixel_values": pixels.reshape(-1, *self._adapter.row_shape), GRID_KEY: grids.cpu()}
         return found if len(found["pixel_values"]) else None
-
-    def output(self, items: dict[str, torch.Tensor]) -> Any:
-        """What the tower returns."""
-        return self._adapter.as_output(self.manager.execute_together(items))
 
 
 def attach(
@@ -120,16 +114,18 @@ def attach(
 
 
 def _served(tower: nn.Module, attached: AttachedEncoder) -> nn.Module:
-    """A module that is the tower in everything (they share all attributes), but in its forward."""
+    """A module that is the tower in everything but its forward: they share all attributes."""
     stock: Any = type(tower)
 
     @functools.wraps(stock.forward)
     def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
         items = attached.items(args, named)
-        return stock.forward(self, *args, **named) if items is None else attached.output(items)
+        if items is None:
+            return stock.forward(self, *args, **named)
+        return attached._adapter.as_output(attached.manager.execute_together(items))
 
     def reduced(self: nn.Module, _: Any) -> Any:
-        """A copy, or what is loaded from a pickle, is a stock tower."""
+        """A copy, or a loaded pickle, is a stock tower."""
         return object.__new__, (stock,), self.__dict__
 
     own = {"forward": forward, "__reduce_ex__": reduced, "__module__": stock.__module__, _ATTACHED: True}

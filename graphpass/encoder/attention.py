@@ -1,13 +1,11 @@
 """Attention over packed images: tokens attend within their own sequence, and padding rows are ignored.
 
-It takes concatenated sequences of any length, described by their pieces, and reads no device data on the host, so it
-works in whole-encoder graphs and in blocks that are compiled for symbolic sizes. On CUDA in half precision it is
-torch's flash attention, otherwise one ``scaled_dot_product_attention`` with a block-diagonal mask.
+It takes concatenated sequences, described by their pieces (Note [Pieces of sequences] in docs/design), and reads no
+device data on the host. On CUDA in half precision it is torch's flash attention, otherwise one
+``scaled_dot_product_attention`` with a block-diagonal mask.
 
-For pieces, see Note [Pieces of sequences] in docs/design.
-
-It is registered as an attention function of Hugging Face, under the name below. Whether it is flash attention is in the
-configuration of the calling layer: :func:`use_packed_attention` writes it into that of an adapter's copy.
+It is registered with transformers. The configuration of the calling layer says whether it is flash attention:
+:func:`use_packed_attention` writes it into that of an adapter's copy.
 """
 
 from __future__ import annotations
@@ -26,14 +24,12 @@ from graphpass.ops import by_token, kernel_fault, refuse_unserved, register_atte
 from graphpass.report import KernelUse
 
 PACKED_ATTENTION = "graphpass_flash_packed"
-"""The name contains "flash" because towers pass bounds of sequences to such functions only; otherwise they split the
-sequences on the host."""
+"""Towers pass bounds of sequences only to functions with "flash" in their name; else they split on the host."""
 _WHY_NOT_FLASH = "graphpass_why_not_flash"
 _HEAD_ALIGNMENT = 8
-"""Torch's flash attention takes heads of a multiple of this."""
 _NO_REMEDY = "nothing on this GPU and this torch: small token_budgets keep the mask small"
 PIECE_LENGTH = 128
-"""Rows of a piece: the number of rows that a block of flash attention computes for most widths of heads."""
+"""Rows of a piece: as many as a block of flash attention computes for most widths of heads."""
 
 Ints = TypeVar("Ints")
 
@@ -44,16 +40,13 @@ class Pieces(NamedTuple, Generic[Ints]):
     #: first row of each piece, and the end of the last one, [pieces + 1]; unused pieces have the end
     query_bounds: Ints
     #: first row of the sequence of each piece, and the end of the last sequence, [pieces + 1]; unused pieces have the
-    #: end. They can be read as bounds of sequences, with additional empty sequences.
+    #: end. Read as bounds of sequences, they have more empty ones.
     key_starts: Ints
     key_lengths: Ints  #: length of the sequence of each piece, [pieces]; 0 for unused pieces
 
 
 def pieces_of(lengths: npt.ArrayLike) -> Pieces[npt.NDArray[np.int32]]:
-    """The pieces of concatenated sequences, and one unused piece.
-
-    Because of the unused piece their number is never 1, a size for which Dynamo would compile a block separately.
-    """
+    """The pieces of concatenated sequences, and an unused one: Dynamo would compile a block for one piece apart."""
     lengths = np.asarray(lengths)
     if lengths.ndim != 1 or not np.issubdtype(lengths.dtype, np.integer) or (lengths < 0).any():
         raise ShapeError(
@@ -77,13 +70,13 @@ def pieces_of(lengths: npt.ArrayLike) -> Pieces[npt.NDArray[np.int32]]:
 
 
 def most_pieces(num_sequences: int, num_rows: int, longest: int) -> int:
-    """The maximum number of pieces, including the unused piece."""
+    """The most pieces, the unused one included."""
     cut = 0 if longest <= PIECE_LENGTH else num_rows // PIECE_LENGTH
     return num_sequences + cut + 1
 
 
 def why_not_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """The reason why torch's flash attention cannot be used for packed tensors; None if it can."""
+    """Why torch's flash attention cannot be used for packed tensors; None if it can."""
     # guard: encoder_kernel_tried
     return operators.flash_obstacle(device, dtype, head_dim) or _fault_of_kernel(device, dtype, head_dim)
 
@@ -104,15 +97,15 @@ def packed_attention(
 ) -> torch.Tensor:
     """Attention within each of several concatenated sequences; all tensors are [tokens, heads, head_dim].
 
-    Rows after the last sequence are zero, and no sequence attends to them. Torch's flash attention, ``is_flash``, is
-    allowed only if :func:`why_not_flash` returns None.
+    Rows after the last sequence are zero, and no sequence attends to them. ``is_flash`` needs a
+    :func:`why_not_flash` of None.
     """
     rows = torch.arange(query.shape[0], device=query.device, dtype=torch.int32)
     is_packed = (rows < pieces.query_bounds[-1]).view(-1, 1, 1)
     if is_flash:
         return torch.where(is_packed, _flash(query, key, value, pieces, scale), 0.0)
-    # Keys and values of padding rows are zeroed, because a NaN times a weight of zero is a NaN. Padding rows attend to
-    # each other, because a softmax over no entries is a NaN.
+    # A NaN times a weight of zero is a NaN, so keys and values of padding rows are zero. A softmax over no entries is a
+    # NaN, so these rows attend to each other.
     key, value = (torch.where(is_packed, tensor, 0.0) for tensor in (key, value))  # guard: encoder_nan_padding
     piece = torch.searchsorted(pieces.query_bounds, rows, right=True) - 1
     sequence = torch.where(is_packed.view(-1), pieces.key_starts[piece], -1)
@@ -125,7 +118,7 @@ def packed_attention(
 def _flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pieces: Pieces[torch.Tensor], scale: float
 ) -> torch.Tensor:
-    """Torch's flash attention. It leaves padding rows of the output uninitialised."""
+    """Leaves padding rows uninitialised."""
     head_dim = query.shape[-1]
     missing = -head_dim % _HEAD_ALIGNMENT
     if missing:
@@ -136,7 +129,7 @@ def _flash(
 
 @functools.cache
 def _fault_of_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Test the kernel on this device, with keys that pieces share; the reason why it cannot be used, or None."""
+    """Test the kernel on this device, with keys that pieces share."""
     lengths = [PIECE_LENGTH + 3, 5, 2 * PIECE_LENGTH]
     seeded = torch.Generator().manual_seed(0)
     query, key, value = (
@@ -148,7 +141,7 @@ def _fault_of_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) ->
 
 
 def use_packed_attention(module: torch.nn.Module) -> None:
-    """Let a module, whose configuration is its own, call packed attention, which is registered with transformers."""
+    """Let a module, whose configuration is its own, call packed attention."""
     register_attention(PACKED_ATTENTION, _packed_of_layer)
     weight = next(module.parameters())
     for config in _configs(module):
@@ -159,7 +152,7 @@ def use_packed_attention(module: torch.nn.Module) -> None:
 
 
 def kernel_of(module: torch.nn.Module) -> KernelUse:
-    """The kernel that computes the attention of a module with packed attention, and what a faster one needs."""
+    """The kernel of a module's packed attention, and what a faster one needs."""
     weight, reason = next(module.parameters()), getattr(_configs(module)[0], _WHY_NOT_FLASH)
     if reason is None:
         return KernelUse("flash attention over packed images", "all items", "it needs no mask")
@@ -187,10 +180,7 @@ def _packed_of_layer(
     is_causal: bool | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Packed attention with the signature of transformers and tensors [1, heads, tokens, head_dim].
-
-    The bounds of sequences that transformers passes on are ``key_starts``.
-    """
+    """Packed attention with the signature of transformers; bounds of sequences are ``key_starts``."""
     refuse_unserved(
         module,
         {

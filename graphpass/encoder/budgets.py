@@ -1,4 +1,4 @@
-"""The graphs of an encoder: what is captured, the captures, replays of single keys, and the buffers that they read."""
+"""The graphs of an encoder: captures, replays of single keys, and the buffers that they read."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from graphpass.capture import CapturePolicy
 from graphpass.capture.modelstate import ModelState
@@ -55,39 +56,36 @@ _log = logging.getLogger("graphpass")
 class CapturedEncoder:
     """The result of one capture. It owns the graphs."""
 
-    graphs: EncoderGraphs  #: graphs, buffers and pool
+    graphs: EncoderGraphs
     #: {captured key: time and memory of its capture}, the largest budget first
     budgets: Mapping[EncoderGraphKey, CapturedGraph]
     failed: tuple[tuple[EncoderGraphKey, Reason], ...]  #: (key, reason) of keys without a graph
-    planner: BatchPlanner  #: packs items into the captured keys
-    state: ModelState  #: weights and settings of the encoder at capture
+    planner: BatchPlanner
+    state: ModelState
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderLadder:
-    """The keys of an encoder and everything that their capture needs.
+    """The keys of an encoder, and what their capture needs. The caller enters ``capture_settings`` before."""
 
-    The caller enters :func:`graphpass.capture.settings.capture_settings` around every method.
-    """
-
-    model: SupportsEncoderCudaGraph  #: the encoder; compiled before the capture if the options say so
-    config: EncoderCudaGraphConfig  #: the encoder's configuration
-    keys: Sequence[EncoderGraphKey]  #: the keys to capture, the largest budget first
-    options: EncoderOptions  #: costs and limits
-    device: torch.device  #: device of the encoder
-    dtype: torch.dtype  #: dtype of its inputs
-    notes: GraphRuntime  #: the runtime whose report says which keys have no graph
+    model: SupportsEncoderCudaGraph
+    config: EncoderCudaGraphConfig
+    keys: Sequence[EncoderGraphKey]  #: the largest budget first
+    options: EncoderOptions
+    device: torch.device
+    dtype: torch.dtype
+    notes: GraphRuntime  #: its report says which keys have no graph
 
     def __post_init__(self) -> None:
         if isinstance(self.options.costs, PackingCosts):  # raises before the capture if a cost is missing
             EncoderCosts.of_user(self.options.costs, grouped(self.config, self.keys))
 
     def planner(self, keys: Sequence[EncoderGraphKey] = (), costs: EncoderCosts | None = None) -> BatchPlanner:
-        """A planner for the captured ``keys``; without keys it plans eager calls only."""
+        """A planner for the captured ``keys``; without keys, of eager calls."""
         return BatchPlanner(self.config, keys, costs, self.options.max_eager_tokens or self.keys[0].tokens)
 
     def capture(self, graph_pool: Any = None, beside: CapturedEncoder | None = None) -> CapturedEncoder:
-        """Capture the keys in their order, within ``max_pool_bytes``, and measure costs if the options say so.
+        """Capture the keys, within ``max_pool_bytes``, and measure costs.
 
         A key whose capture fails gets no graph. The graphs of ``beside`` stay. If this raises, none is left.
         """
@@ -98,14 +96,14 @@ class EncoderLadder:
                 budgets, failed = self._capture_keys(graphs, fits, beside)
             captured = {key: budgets[key] for key in self.keys if key in budgets}
             planner = self.planner(list(captured), self._costs(graphs, list(captured)))  # guard: encoder_failed_budget
-            graphs.memory.settle()  # release memory that warm-ups left in the allocator's cache
+            graphs.memory.settle()  # release what warm-ups left in the allocator's cache
             return CapturedEncoder(graphs, captured, failed, planner, ModelState.of_object(self.model))
         except BaseException:
             graphs.close()
             raise
 
     def estimate(self) -> MemoryEstimate:
-        """Estimate the memory that :meth:`capture` needs, from at most three captures in a throwaway pool."""
+        """See :meth:`EncoderCudaGraphManager.estimate`."""
         graphs, keys = EncoderGraphs(self), self._by_descriptor()
         try:
             return estimated(
@@ -124,7 +122,6 @@ class EncoderLadder:
         return {_named(key): key for key in self.keys}
 
     def _what_fits(self) -> PoolModel:
-        """An estimate of the pool's growth if there is a limit on it, else an empty estimate."""
         if self.options.max_pool_bytes is not None:
             with contextlib.suppress(CaptureError):  # a key whose capture fails gets no graph
                 return self.estimate().pool
@@ -133,7 +130,7 @@ class EncoderLadder:
     def _capture_keys(
         self, graphs: EncoderGraphs, fits: PoolModel, beside: CapturedEncoder | None
     ) -> tuple[dict[EncoderGraphKey, CapturedGraph], tuple[tuple[EncoderGraphKey, Reason], ...]]:
-        """Capture what ``beside`` lacks: all captured budgets, and (key, reason) of the keys without a graph."""
+        """Capture what ``beside`` lacks. Returns all captured budgets, and (key, reason) of keys without a graph."""
         keys, most = self._by_descriptor(), self.options.max_pool_bytes
         budgets, without = ({}, ()) if beside is None else (dict(beside.budgets), beside.failed)
         failed: list[tuple[EncoderGraphKey, Reason]] = []
@@ -175,7 +172,6 @@ class EncoderLadder:
     # -- costs ------------------------------------------------------------------------------------------------------
 
     def _costs(self, graphs: EncoderGraphs, captured: Sequence[EncoderGraphKey]) -> EncoderCosts | None:
-        """Costs of the captured keys, from the options or measured; None to pack greedily."""
         groups, costs = grouped(self.config, captured), self.options.costs
         if costs is None or not groups:
             return None
@@ -184,7 +180,7 @@ class EncoderLadder:
         return measured_costs(groups, lambda key, num_items: self._example(graphs, key, num_items), self.device)
 
     def _example(self, graphs: EncoderGraphs, key: EncoderGraphKey, num_items: int | None) -> TimedExample:
-        """Items that fill ``key``; without examples of the encoder, its full buffers, valid until the next call."""
+        """Items that fill ``key``; without examples of the encoder, its full buffers."""
         if isinstance(self.model, SupportsEncoderExamples):
             items = self.model.get_encoder_example_items(key, self.device, self.dtype, num_items)
             specs = checked_specs(self.model.get_encoder_cudagraph_item_specs(items), self.config)
@@ -214,11 +210,9 @@ def _named(key: EncoderGraphKey) -> Key:
 
 
 class EncoderGraphs:
-    """Captures and replays the graphs of one encoder. All graphs share one pool and one set of buffers.
+    """Owns the graphs of one encoder, which share one pool and one set of buffers.
 
-    It owns graphs and buffers; :meth:`close` releases them. The caller enters
-    :func:`graphpass.capture.settings.capture_settings` around every method, and ``runtime.capturing()`` around
-    :meth:`capture`.
+    The caller enters ``capture_settings`` around every method, and ``runtime.capturing()`` around :meth:`capture`.
     """
 
     def __init__(self, ladder: EncoderLadder, graph_pool: Any = None) -> None:
@@ -238,7 +232,7 @@ class EncoderGraphs:
         )
 
     def capture(self, key: EncoderGraphKey) -> CapturedGraph:
-        """Capture the graph of one key."""
+        """Capture one key."""
         started, before = time.perf_counter(), self.memory.reading()
         self.fill_with_example(key)
         check_outputs(self.run(key), key.tokens, self._ladder.config, f"encoder_cudagraph_forward, at {key},")
@@ -246,7 +240,7 @@ class EncoderGraphs:
         return CapturedGraph(CUDAGraphMode.FULL, key.descriptor, elapsed, self.memory.reading() - before)
 
     def replay(self, key: EncoderGraphKey, items: EncoderItems) -> tuple[torch.Tensor, ...]:
-        """The outputs of ``items`` with padding, [key.tokens, width] each. The next replay overwrites them."""
+        """The outputs with padding, [key.tokens, width] each, which the next replay overwrites."""
         values = self._ladder.model.prepare_encoder_cudagraph_replay_buffers(items, key)
         # An earlier replay on another stream may still read the buffers.
         self.runtime.lease.order_after_last_forward()  # guard: cuda_encoder_follows
@@ -254,23 +248,23 @@ class EncoderGraphs:
         return self.run(key)
 
     def fill_with_example(self, key: EncoderGraphKey) -> None:
-        """Fill the buffers of ``key`` with its capture inputs, which overwrites the buffers of all other keys."""
+        """Fill the buffers of ``key``, which are also those of other keys, with its capture inputs."""
         self.buffers.add(key, self._example(key))
 
     def run(self, key: EncoderGraphKey) -> tuple[torch.Tensor, ...]:
-        """Replay ``key`` over the current contents of its buffers, or capture it if it has no graph."""
+        """Replay ``key`` over its buffers, or capture it if it has no graph."""
         # Mode and descriptor need none of the checks of set_forward_context.
         context = ForwardContext(None, CUDAGraphMode.FULL, key.descriptor, None, None, None, None, None)
         with entered(context):
             return _outputs_of(self._wrapper.call_flat(context, (key, *self.buffers.of(key).values())))
 
     def run_eagerly(self, key: EncoderGraphKey) -> EncoderOutput:
-        """Run the forward of ``key`` eagerly over the current contents of its buffers."""
+        """Run the forward of ``key`` eagerly over its buffers."""
         with set_forward_context():  # compiled code neither captures nor replays graphs
             return self._ladder.model.encoder_cudagraph_forward(self.buffers.of(key), key)
 
     def close(self) -> None:
-        """Release all graphs, buffers and the pool."""
+        """Release everything."""
         self.buffers.clear()
         self.runtime.close()
 
@@ -284,7 +278,7 @@ class EncoderGraphs:
 
 
 class EncoderBuffers(PaddedMemory[str]):
-    """Flat memory for the buffers of the largest keys; the buffers of each key are views of its start."""
+    """Flat memory for the buffers of the largest keys; those of each key are views of its start."""
 
     def __init__(self, config: EncoderCudaGraphConfig, largest: Sequence[Mapping[str, torch.Tensor]]) -> None:
         self._config = config
@@ -299,11 +293,11 @@ class EncoderBuffers(PaddedMemory[str]):
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The whole memory of each buffer, flat."""
+        """The flat memory of each buffer."""
         return self._memory
 
     def add(self, key: EncoderGraphKey, example: Mapping[str, torch.Tensor]) -> None:
-        """Create the buffers of ``key`` with the shapes of ``example`` and copy its contents."""
+        """Create the buffers of ``key``, with the contents of ``example``."""
         _refuse_other_names(example, self._config, "prepare_encoder_cudagraph_capture_inputs")
         views = {}
         for name in self._config.buffer_keys:
@@ -319,17 +313,17 @@ class EncoderBuffers(PaddedMemory[str]):
             views[name].copy_(contents)
         self._views[key] = views
 
+    @override
     def clear(self) -> None:
-        """Release the memory and the buffers of all keys."""
-        self._memory.clear()
+        super().clear()
         self._views.clear()
 
     def of(self, key: EncoderGraphKey) -> Mapping[str, torch.Tensor]:
-        """{name: buffer} of a key for which :meth:`add` was called."""
+        """{name: buffer} of an added key."""
         return self._views[key]
 
     def fill(self, key: EncoderGraphKey, values: Mapping[str, torch.Tensor | None]) -> None:
-        """Copy ``values`` into the buffers of ``key`` and fill the padding after them."""
+        """Copy ``values`` into the buffers of ``key``, and fill their padding."""
         _refuse_other_names(values, self._config, "prepare_encoder_cudagraph_replay_buffers")
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
@@ -347,7 +341,7 @@ class EncoderBuffers(PaddedMemory[str]):
                 targets.append(target)
                 sources.append(value)
             else:
-                # Pinned memory may be refilled by its owner at any time: only what is staged is copied without waiting.
+                # The owner of pinned memory may refill it at any time.
                 target.copy_(value, non_blocking=not value.is_pinned())
         copy_each(targets, sources)
         for name, buffer, real in partly:  # guard: encoder_padding_rows
@@ -376,7 +370,7 @@ def _check(name: str, value: object, buffer: torch.Tensor, key: EncoderGraphKey)
 
 
 def eager_outputs(model: SupportsEncoderCudaGraph, items: EncoderItems) -> tuple[torch.Tensor, ...]:
-    """The encoder's outputs for ``items``, computed eagerly and without padding."""
+    """The encoder's outputs without a graph."""
     with set_forward_context():  # compiled code neither captures nor replays graphs
         return _outputs_of(model.encoder_eager_forward(items))
 
@@ -388,7 +382,7 @@ def _outputs_of(result: EncoderOutput) -> tuple[torch.Tensor, ...]:
 def check_outputs(
     outputs: Sequence[torch.Tensor], num_tokens: int, config: EncoderCudaGraphConfig, method: str
 ) -> None:
-    """Check that each output is [num_tokens, width] with the width of the configuration."""
+    """Check that each output is [num_tokens, width]."""
     found = [tuple(output.shape) for output in outputs]
     expected = [(num_tokens, width) for width in config.output_widths]
     if found != expected:

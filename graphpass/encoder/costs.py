@@ -1,11 +1,11 @@
 """Costs of replays and eager calls, measured once after the capture (docs/encoder_packing.md).
 
 The cost of a call is that of its size, plus what each of its items adds: a constant, and attention over the patches of
-each of its frames, which is proportional to their square. Calls of equal size and different items are timed, and the
-two coefficients are fitted (least squares), for replays and for eager calls.
+each of its frames, proportional to their square. The two coefficients are fitted to calls of equal size and different
+items (least squares).
 
-A plan contains every item once. So what the items add to replays is the same in every plan of replays, and the planner
-only needs what an item adds to an eager call beyond that: :attr:`EncoderCosts.surcharges`.
+A plan contains every item once. So the planner only needs what an item adds to an eager call beyond what it adds to a
+replay: :attr:`EncoderCosts.surcharges`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,12 @@ from graphpass.serving.traffic import timed_s
 
 _TIMED_SIZES, _TIMED_EAGERLY = 12, 6  # an eager call takes several times as long as a replay
 _FILLED = 0.95
-"""Examples of other items are compared if they have at least this share of the usual example's tokens."""
+"""Examples of other items have at least this share of the usual example's tokens."""
 _NEVER_S = 1e6
 _KEPT_COSTS = 1 << 14
-"""Number of token counts whose cost of an eager call is cached."""
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 TokenCosts = Callable[[Ints], Floats]
-"""Costs of eager calls with these token counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +44,9 @@ class PackingCosts:
 
 
 def eager_curve(sizes: Sequence[int], seconds: Sequence[float]) -> TokenCosts:
-    """The duration of an eager call from that of ascending measured ``sizes`` in output tokens.
+    """The duration of eager calls, from that of ascending ``sizes`` in output tokens.
 
-    It is linear between measured sizes, constant below the smallest (the cost of launches does not depend on the size),
-    and proportional above the largest.
+    It is linear between these, constant below the smallest, because of launches, and proportional above the largest.
     """
 
     def curve(tokens: Ints) -> Floats:
@@ -66,12 +63,12 @@ class ItemCosts:
     square_s: float = 0.0  #: for the square of each frame's patches
 
     def __call__(self, patches: Ints, frames: Ints) -> Floats:
-        """Seconds of items with each of ``patches`` in each of ``frames`` frames."""
+        """Of each item."""
         found: Floats = self.each_s + self.square_s * (patches**2 / np.maximum(1, frames))
         return found
 
     def of_call(self, load: Load) -> float:
-        """Seconds that all items of ``load`` add."""
+        """Of all items of a call."""
         return self.each_s * load.items + self.square_s * load.squares
 
 
@@ -80,18 +77,18 @@ class Load:
     """The size of a call."""
 
     tokens: int  #: output tokens of its items
-    items: int  #: number of items
+    items: int
     squares: float  #: sum of the squares of the patches of each frame
 
     @classmethod
     def of(cls, specs: Sequence[EncoderItemSpec]) -> Load:
-        """The load of items with these sizes."""
+        """Of these items."""
         squares = sum(spec.input_size**2 / max(1, spec.frames) for spec in specs)
         return cls(sum(spec.output_tokens for spec in specs), len(specs), squares)
 
 
 TimedExample = tuple[Load, Callable[[], object], Callable[[], object]]
-"""The size of items, a function that replays their key as ``execute`` does, and one that runs them eagerly."""
+"""The size of items, a function that replays their key, and one that runs them eagerly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +96,9 @@ class EncoderCosts:
     """Costs of replays and eager calls, in seconds."""
 
     replay: Mapping[EncoderGraphKey, float]  #: {key: cost of one replay}, without what its items add
-    #: {group of :func:`graphpass.encoder.protocol.group_of`: function from output tokens to costs}, without what the
-    #: items add
+    #: {group of :func:`graphpass.encoder.protocol.group_of`: function of output tokens}, likewise
     eager: Mapping[object, TokenCosts]
-    #: {group: what an item adds to an eager call, beyond what it adds to a replay}; groups that are missing have no
-    #: surcharges
+    #: {group: what an item adds to an eager call, beyond what it adds to a replay}
     surcharges: Mapping[object, ItemCosts] = field(default_factory=dict)
 
     @classmethod
@@ -118,7 +113,7 @@ _Timed = tuple[EncoderGraphKey, Load, float]
 
 
 def one_by_one(eager: Callable[[int], float]) -> TokenCosts:
-    """A vectorised ``eager``, which is called once for each distinct token count."""
+    """A vectorised ``eager``, called once for each token count."""
     known = functools.lru_cache(_KEPT_COSTS)(eager)
 
     def costs(tokens: Ints) -> Floats:
@@ -149,10 +144,10 @@ ExampleOf = Callable[[EncoderGraphKey, int | None], TimedExample]
 def measured_costs(
     groups: Mapping[object, Sequence[EncoderGraphKey]], example_of: ExampleOf, device: torch.device
 ) -> EncoderCosts:
-    """Measure replays and eager calls of some keys of each group, and interpolate the costs of the others.
+    """Measure replays and eager calls of some keys of each group, and interpolate those of the others.
 
-    ``example_of(key, number of items)`` makes an example, of the usual number for None; an encoder that cannot choose
-    the number returns the usual example. An example is timed before the next one is requested.
+    ``example_of(key, number of items)`` makes an example, of the usual number for None, or where the encoder cannot
+    choose it. An example is valid until the next one.
     """
     replay_s: dict[EncoderGraphKey, float] = {}
     eager: dict[object, TokenCosts] = {}
@@ -201,7 +196,7 @@ def _eager_seconds(run: Callable[[], object], device: torch.device) -> float:
 def _timed_with_other_items(
     usual: Sequence[_Timed], example_of: ExampleOf, device: torch.device
 ) -> tuple[list[_Timed], list[_Timed]]:
-    """Replays and eager calls of one item, and of as many as possible, on the largest key and one half-way up to it."""
+    """Calls of one item, and of as many as possible, on the largest key and one half-way up to it."""
     replays: list[_Timed] = []
     eager_calls: list[_Timed] = []
     for key, usual_load, _ in {usual[place][0]: usual[place] for place in (len(usual) // 2, -1)}.values():
@@ -216,10 +211,7 @@ def _timed_with_other_items(
 
 
 def _fitted(timings: Sequence[_Timed]) -> ItemCosts:
-    """What items add, at least nothing, from the differences between loads of equal keys (least squares).
-
-    A coefficient that no difference determines is zero.
-    """
+    """What items add, from the differences between loads of equal keys; 0 where these do not say."""
     finite = [timing for timing in timings if timing[2] < math.inf]
     keys = [key for key, *_ in finite]
     table = np.array([(load.items, load.squares, seconds) for _, load, seconds in finite]).reshape(-1, 3)
@@ -240,7 +232,6 @@ def _fitted(timings: Sequence[_Timed]) -> ItemCosts:
 
 
 def _curve(usual: Sequence[_Timed], of_items: ItemCosts) -> TokenCosts:
-    """The eager costs by tokens, without what the items add."""
     ascending = sorted(((load, seconds) for _, load, seconds in usual), key=lambda timing: timing[0].tokens)
     without = [max(0.0, min(seconds, _NEVER_S) - of_items.of_call(load)) for load, seconds in ascending]
     rising = np.maximum.accumulate(without).tolist()
@@ -249,7 +240,7 @@ def _curve(usual: Sequence[_Timed], of_items: ItemCosts) -> TokenCosts:
 
 
 def spread(keys: Sequence[EncoderGraphKey], most: int) -> list[EncoderGraphKey]:
-    """At most ``most`` (at least 2) of ``keys``, evenly spaced, including the first and the last."""
+    """At most ``most`` of ``keys``, evenly spaced, with the first and the last."""
     if len(keys) <= most:
         return list(keys)
     return [keys[round(index * (len(keys) - 1) / (most - 1))] for index in range(most)]

@@ -22,13 +22,11 @@ class EncoderStats:
     """A snapshot of the counters since the manager was created; ``print(stats)`` shows tables."""
 
     requests: int  #: calls of ``execute``
-    hits: int  #: items encoded by a replay; items of no tokens need none and are neither hits nor misses
-    #: Items encoded eagerly: before the capture, too large for every graph, under changed settings, or because an eager
-    #: call was cheaper.
-    misses: int
+    hits: int  #: items encoded by a replay; items of no tokens are neither hits nor misses
+    misses: int  #: items encoded eagerly
     eager_calls: int  #: number of eager calls
     eager_tokens: int  #: output tokens of the items that were encoded eagerly
-    replays: int  #: replays of all graphs, including graphs that were released since
+    replays: int  #: replays of all graphs, also of those released since
     replayed_tokens: int  #: output tokens of the items that were encoded by replays
     computed_tokens: int  #: output tokens of all replays, padding included
     budgets: tuple[Traffic, ...]  #: use of the current graphs, the largest budget first
@@ -44,7 +42,7 @@ class EncoderStats:
 
     @classmethod
     def of(cls, ledger: Ledger, captured: CapturedEncoder | None) -> EncoderStats:
-        """The counts so far, which include replays of graphs that were released since; None without graphs."""
+        """The counts so far."""
         replays, eager = ledger.rows("encoder", REPLAYED), ledger.rows("encoder", EAGER).get("", Row())
         budgets = () if captured is None else captured.budgets.values()
         return cls(
@@ -66,7 +64,7 @@ class EncoderStats:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the items that were encoded by a replay, 0 to 1; 0 before the first item."""
+        """Share of the items that were encoded by a replay, 0 to 1."""
         return self.hits / (self.hits + self.misses) if self.hits + self.misses else 0.0
 
     @property
@@ -108,7 +106,7 @@ class EncoderStats:
     def figures(
         self, compiled: GraphRuntime, graphs: GraphRuntime | None, subject: str, *, is_enabled: bool, adapts: bool
     ) -> ReportFigures:
-        """The figures of the report on ``subject``, from the runtimes of the compiled encoder and of the graphs."""
+        """The figures of a report, from the runtimes of the compiled encoder and of the graphs."""
         figures, captured = compiled.figures(subject), None if graphs is None else graphs.figures(subject)
         budgets = tuple(sorted({budget.captured.descriptor.num_tokens for budget in self.budgets}))
         largest = budgets[-1] if budgets else 0

@@ -1,7 +1,6 @@
 """The encoder manager: encodes images of any size with a few whole-encoder graphs.
 
-A request is packed into batches (:mod:`graphpass.encoder.planner`). Each batch replays a graph or runs eagerly. Results
-are returned in the order of the request. The manager owns graphs, buffers and counters.
+A request is packed into batches (:mod:`graphpass.encoder.planner`), each of which replays a graph or runs eagerly.
 """
 
 from __future__ import annotations
@@ -120,18 +119,18 @@ class EncoderCudaGraphManager:
         group: Any = None,
         **adapter_options: Any,
     ) -> Self:
-        """A manager for a stock Hugging Face tower, through the adapter for its class.
+        """A manager for a stock Hugging Face tower, through its adapter.
 
         Args:
-            tower: the vision tower, ``model.visual`` or ``model.vision_model``. Its weights are shared, not copied.
+            tower: the vision tower, ``model.visual`` or ``model.vision_model``. Its weights are shared.
             options: see the class.
-            device: None: the device of the tower's parameters.
-            dtype: None: the dtype of the tower's parameters.
+            device: None: that of the tower's parameters.
+            dtype: None: that of the tower's parameters.
             group: see the class.
             adapter_options: options of the adapter.
 
         Raises:
-            EncoderConfigError: there is no adapter for the class of the tower.
+            EncoderConfigError: there is no adapter for the tower.
         """
         from graphpass.encoder.adapters import adapter_for
 
@@ -180,9 +179,9 @@ class EncoderCudaGraphManager:
     def adapt(self, max_sizes: int = 8) -> tuple[int, ...]:
         """Capture a budget of its own for each batch size that padding has served at least three times.
 
-        Call it between requests. Sizes come in the order of the tokens that padding has added. The costs of all budgets
-        are measured again, and the new budgets stay when the encoder is captured again. If it fails, the next request
-        captures the budgets of before again.
+        Call it between requests. The sizes with the most padding come first. The costs of all budgets are measured
+        again. The new budgets stay when the encoder is captured again; if this fails, the next request captures the
+        budgets of before.
 
         Args:
             max_sizes: most budgets to add now; a budget has a graph for each path and axis value.
@@ -192,8 +191,8 @@ class EncoderCudaGraphManager:
 
         Raises:
             CaptureError: the encoder is not captured, or a setting differs from the capture.
-            EncoderConfigError: ``max_sizes`` is below 1, ``costs`` of the user name no cost for a new budget, or a
-                method of the encoder contradicts its configuration.
+            EncoderConfigError: ``max_sizes`` is below 1, the user's ``costs`` have none for a new budget, or a method
+                of the encoder contradicts its configuration.
         """
         positive(max_sizes, "max_sizes", error=EncoderConfigError)
         with self._lock, capture_settings():
@@ -224,7 +223,7 @@ class EncoderCudaGraphManager:
             return tuple(sorted({key.tokens for key in captured.budgets}.intersection(more)))
 
     def _recurring(self) -> list[int]:
-        """The sizes of batches that padding has served often, those with the most padding first."""
+        """Sizes of batches that padding has served often, those with the most padding first."""
         if self._captured is None or not self._captured.budgets:
             return []
         ladder, budgets = {key.tokens for key in self._ladder.keys}, sorted({k.tokens for k in self._captured.budgets})
@@ -247,7 +246,7 @@ class EncoderCudaGraphManager:
             return self._ladder.estimate()
 
     def clear(self) -> None:
-        """Release all graphs, buffers and the pool. Counters are kept; requests run eagerly until the next capture."""
+        """Release all graphs, buffers and the pool, but no counters. Requests run eagerly until the next capture."""
         with self._lock:
             self._drop_graphs()
             self._is_to_recapture, self._graph_pool = False, None
@@ -271,14 +270,14 @@ class EncoderCudaGraphManager:
 
         If weights of the model were replaced or moved since the capture, all graphs are captured again first. If a
         setting differs from the capture (autocast, training mode, precision of float32 products, default dtype,
-        determinism), the items run eagerly under the current settings.
+        determinism), the items run eagerly.
 
         Args:
             items: all items in one mapping, as the model's processor returns them.
 
         Returns:
-            The result of each item, in order. The caller owns them: later calls do not write to them. They lie in one
-            tensor for each output of the encoder.
+            The result of each item, in order. The caller owns them. They lie in one tensor for each output of the
+            encoder.
 
         Raises:
             AgreementError: another rank failed, has ended, or called it with other items.
@@ -294,16 +293,13 @@ class EncoderCudaGraphManager:
             return list(results)
 
     def execute_together(self, items: EncoderItems) -> tuple[torch.Tensor, ...]:
-        """Like :meth:`execute`, but not split by item: each output of the encoder, with the rows of all items."""
+        """Like :meth:`execute`, but not split by item."""
         with self._lock, capture_settings():
             return self._encoded(items)[0]
 
     @property
     def buffers(self) -> Mapping[str, torch.Tensor]:
-        """{name: flat memory of the buffer}. All budgets share it; it is empty before the capture.
-
-        The manager owns it and every replay overwrites it, so items must not alias it.
-        """
+        """{name: flat memory of the buffer}, which every replay overwrites; empty before the capture."""
         return {} if self._captured is None else self._captured.graphs.buffers.tensors
 
     def get_cumulative_stats(self) -> EncoderStats:
@@ -311,7 +307,7 @@ class EncoderCudaGraphManager:
         return EncoderStats.of(self._ledger, self._captured)
 
     def report(self) -> Report:
-        """What is slow or missing, which budgets replay, where padding goes, and what it cost; ``print`` it."""
+        """What is slow or missing, which budgets replay, where padding goes, and what it costs; ``print`` it."""
         graphs = None if self._captured is None else self._captured.graphs.runtime
         name, is_enabled = type(self.model).__name__, self._options.enable
         stats, adapts = self.get_cumulative_stats(), bool(self._recurring())
@@ -319,7 +315,7 @@ class EncoderCudaGraphManager:
         return Report(replace(figures, kernels=self._kernels))
 
     def _encoded(self, items: EncoderItems) -> tuple[tuple[torch.Tensor, ...], Sequence[EncoderItemSpec]]:
-        """The rows of all items, in order, and the sizes of the items."""
+        """The encoder's outputs for all items, and the sizes of these."""
         if self._agreement is None:
             specs: Sequence[EncoderItemSpec] = self._specs_of(items)
             outputs = self._rows(items, specs)
@@ -336,7 +332,7 @@ class EncoderCudaGraphManager:
         return outputs, specs
 
     def _rows(self, items: EncoderItems, specs: Sequence[EncoderItemSpec]) -> tuple[torch.Tensor, ...]:
-        """The encoder's outputs, with the rows of the items in order; the caller owns them."""
+        """The encoder's outputs, which the caller owns."""
         ends = list(itertools.accumulate((spec.output_tokens for spec in specs), initial=0))
         if not ends[-1]:
             return self._empty_outputs()
@@ -356,19 +352,19 @@ class EncoderCudaGraphManager:
         return tuple(own)
 
     def _empty_outputs(self) -> tuple[torch.Tensor, ...]:
-        """The encoder's outputs for no tokens, [0, width] each."""
+        """The encoder's outputs for no tokens."""
         widths = self._config.output_widths
         device, dtype = self.place
         return tuple(torch.empty(0, width, dtype=dtype, device=device) for width in widths)
 
     def _specs_of(self, items: EncoderItems) -> list[EncoderItemSpec]:
-        """The sizes of the items of a request. Counts the request."""
+        """The sizes of a request's items. Counts the request."""
         specs = checked_specs(self.model.get_encoder_cudagraph_item_specs(items), self._config)
         self._requests.n += 1
         return specs
 
     def _follow_weights(self) -> None:
-        """If weights changed since the capture, capture again, once the settings are equal to those of the capture."""
+        """Capture again if weights changed since the capture, under the settings of the capture."""
         captured = self._captured
         # guard: encoder_recapture_setting, encoder_weights
         if captured is not None and not captured.state.has_weights() and captured.state.setting_changed() is None:
@@ -379,14 +375,11 @@ class EncoderCudaGraphManager:
             )
             self._drop_graphs()
             self._is_to_recapture = True
-        if self._is_to_recapture:  # by this request, or an earlier one in which that failed
+        if self._is_to_recapture:  # also since an earlier request
             self.capture(self._graph_pool)
 
     def _planner(self) -> BatchPlanner:
-        """The planner of the captured ladder, or the eager planner if a setting differs from the capture.
-
-        It runs after :meth:`_follow_weights`, so weights are either unchanged or changed together with a setting.
-        """
+        """That of the captured ladder, or of eager calls if a setting differs from the capture."""
         if self._captured is None:
             return self._eager_planner
         setting = self._captured.state.setting_changed()
@@ -401,7 +394,7 @@ class EncoderCudaGraphManager:
         return self._eager_planner
 
     def _outputs(self, items: EncoderItems, batch: PackedBatch) -> tuple[torch.Tensor, ...]:
-        """The output rows of a batch without padding. The outputs of a replay are in the graph pool."""
+        """The output rows of a batch without padding, those of a replay in the graph pool."""
         if batch.budget is None:
             outputs = eager_outputs(self.model, items)
             check_outputs(outputs, batch.tokens, self._config, "encoder_eager_forward")
@@ -419,7 +412,7 @@ class EncoderCudaGraphManager:
         return outputs
 
     def _report_eager(self, num_tokens: int) -> None:
-        """Warn of an eager call before the capture or above the largest budget; others are cheaper than a replay."""
+        """Warn of an eager call, unless it is cheaper than a replay."""
         captured = self._captured
         if captured is None:
             what = "the encoder runs eagerly: it has not been captured"

@@ -1,7 +1,4 @@
-"""Options of encoder graphs, budgets, and the keys that follow from both and the encoder's configuration.
-
-A budget is the number of output tokens that a graph is captured for.
-"""
+"""Options of encoder graphs, their budgets, and the keys that follow from these and the encoder's configuration."""
 
 from __future__ import annotations
 
@@ -95,7 +92,7 @@ class EncoderOptions:
 
 
 def _refuse_more_items(max_items: int | None, budgets: Sequence[int], which: int, of_tokens: int) -> None:
-    """Refuse a user's ``max_items`` above the number of items of ``of_tokens`` tokens that ``budgets[which]`` holds."""
+    """Refuse more ``max_items`` of ``of_tokens`` tokens than ``budgets[which]`` holds."""
     most = max(1, budgets[which] // of_tokens)
     if max_items is not None and max_items > most:
         raise EncoderConfigError(
@@ -114,7 +111,7 @@ def _unusable(name: str, expected: str, found: object) -> EncoderConfigError:
 
 
 def checked_config(config: EncoderCudaGraphConfig) -> EncoderCudaGraphConfig:
-    """Return ``config`` if it is consistent."""
+    """``config``, if it is consistent."""
     for name in ("modalities", "buffer_keys", "paths"):
         _refuse_repeated(name, getattr(config, name))
     for axis in config.axes:
@@ -151,7 +148,7 @@ def keys_of(
     budget_range: tuple[int, int],
     more: Collection[int] = (),
 ) -> tuple[EncoderGraphKey, ...]:
-    """The key of every graph, the largest budget first; ``more`` are budgets below it beside the ladder's."""
+    """The key of every graph, the largest budget first; ``more`` are budgets beside the ladder's."""
     minimum, maximum = budget_range
     combinations = [
         (path, tuple(zip((axis.name for axis in config.axes), values, strict=True)))
@@ -209,8 +206,8 @@ def smallest_fitting_budget(budgets: Sequence[int], tokens: int) -> int | None:
 def fine_budgets(minimum: int, maximum: int, *, max_graphs: int, multiple: int = 1) -> list[int]:
     """The ladder of at most ``max_graphs`` budgets with the least padding in the worst case, ascending.
 
-    It includes the largest budget divided by powers of two, if ``max_graphs`` is large enough. Budgets between them are
-    multiples of 1/32 of a power of two, because most images are scaled to round sizes.
+    If there are enough, it has the largest budget divided by powers of two, and between these multiples of 1/32 of a
+    power of two, because most images have round sizes.
     """
     _refuse_bounds(minimum, maximum)
     _refuse_bounds(-(-minimum // multiple), maximum // multiple)
@@ -228,7 +225,7 @@ def fine_budgets(minimum: int, maximum: int, *, max_graphs: int, multiple: int =
 
 
 def _ladder_between(stops: Sequence[int], steps: int) -> list[int]:
-    """The ladder, ascending, with ``steps`` geometric steps between neighbouring ``stops``, which descend."""
+    """A ladder with ``steps`` geometric steps between ``stops``, which descend."""
     budgets = set(stops)
     for upper, lower in itertools.pairwise(stops):
         for step in range(1, steps):
@@ -239,12 +236,12 @@ def _ladder_between(stops: Sequence[int], steps: int) -> list[int]:
 
 
 def _worst_padding(budgets: Sequence[int]) -> float:
-    """The largest share of padding, which a batch has with one token more than the next smaller budget."""
+    """The largest share of padding: of a batch with one token more than a smaller budget."""
     return max((1 - (smaller + 1) / larger for smaller, larger in itertools.pairwise(budgets)), default=0.0)
 
 
 def checked_budgets(budgets: Sequence[int], minimum: int, maximum: int | None = None) -> tuple[int, ...]:
-    """Check the user's ``budgets`` and sort them in ascending order."""
+    """The user's ``budgets``, ascending."""
     found = list(budgets) if isinstance(budgets, Iterable) else []
     are_integers = found and all(is_integer(budget, at_least=1) for budget in found)
     if not are_integers or len(set(found)) < len(found):

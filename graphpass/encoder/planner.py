@@ -1,7 +1,6 @@
 """Plans the batches of a request: which items share a call, and which key each batch replays (docs/encoder_packing.md).
 
-:func:`pack_items` has two limits: tokens and items. The manager's batches are also limited by the patches and frames of
-a key. So sizes and limits are vectors.
+Batches are limited by tokens and items, those of a manager by patches and frames, too. So sizes are vectors.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from graphpass.encoder.protocol import EncoderCudaGraphConfig, EncoderGraphKey, 
 from graphpass.errors import EncoderConfigError, positive
 
 Sizes = npt.NDArray[np.int64]
-"""[dimension, item]: sizes that add up in a batch, tokens first, then the other sizes that graphs limit."""
+"""[dimension, item]: sizes that add up in a batch, tokens first."""
 Places = npt.NDArray[np.int64]
 Planned: TypeAlias = tuple[tuple[int, ...], Any]
 """The places of a batch's items, and the key to replay; None for an eager call."""
@@ -30,15 +29,14 @@ Planned: TypeAlias = tuple[tuple[int, ...], Any]
 Rung: TypeAlias = tuple[float, tuple[int, ...], tuple[int, ...], Any]
 """The cost of one replay, limits, bounds and key of one graph.
 
-A limit is the maximum of a sum over a batch, for each dimension of sizes, tokens first; a bound that of the largest
-value in a batch, for each dimension of peaks.
+A limit is the maximum of a sum over a batch, for each dimension of sizes; a bound that of a value, for each of peaks.
 """
 
 _KEPT_PLANS, _KEPT_ITEMS = 256, 256
 LONGEST, SHORTEST = 128, 8
-"""Bounds on the items of a batch: up to the first number of items a plan is optimal."""
+"""Bounds on the items of a batch; up to the first a plan is optimal."""
 MAX_CELLS = 1 << 15
-"""Batches that are priced for one plan; above it, the bound on the items of a batch is lowered."""
+"""Most batches that are priced for one plan; for more, the bound on the items of a batch is lower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +49,14 @@ class PackedBatch:
 
 
 class RungTable:
-    """Finds the cheapest rung for batches. Of rungs with equal costs, the smallest is the cheapest.
+    """Finds the cheapest rung for batches; of equal costs, the smallest.
 
-    Rungs with the same bounds ascend: each limit of a rung is at least that of the rung before.
+    Of rungs with the same bounds, each limit is at least that of the rung before.
     """
 
     def __init__(self, rungs: Sequence[Rung]) -> None:
         ordered = sorted(rungs, key=lambda rung: rung[:3])
-        self.none = len(ordered)  #: the place of batches that fit no rung, whose key is None
+        self.none = len(ordered)  #: the place of batches that fit no rung
         self.keys = (*(key for *_, key in ordered), None)
         self.costs = np.array([*(cost for cost, *_ in ordered), np.inf])
         #: for each bounds: (bounds, limits [dimension, rung] in ascending order, the cheapest from each rung on)
@@ -74,7 +72,7 @@ class RungTable:
             self._columns.append((np.array(bounds, dtype=np.int64)[:, None], limits, cheapest))
 
     def find(self, sums: Sizes, peaks: Sizes) -> Places:
-        """The place of the cheapest rung for each batch, from the sums and the peaks of its sizes."""
+        """The place of the cheapest rung for each batch."""
         found = np.full(sums.shape[1], self.none)
         for bounds, limits, cheapest in self._columns:
             places = np.searchsorted(limits[0], sums[0])
@@ -86,9 +84,9 @@ class RungTable:
         return found
 
     def farthest(self, sums: Sizes, peaks: Sizes) -> Places:
-        """For each item, the end of the longest batch that starts with it and fits a rung; at least one item long.
+        """For each item, the end of the longest batch from it on that fits a rung; at least one item long.
 
-        ``sums`` are prefix sums of the items' sizes, and ``peaks`` are those of each item.
+        ``sums`` are prefix sums of the items' sizes.
         """
         count = peaks.shape[1]
         ends = np.arange(1, count + 1)
@@ -106,10 +104,8 @@ def pack_items(
 ) -> list[PackedBatch]:
     """Distribute items over batches. Each item is in exactly one batch; no batch exceeds its budget or ``max_items``.
 
-    An item of no tokens is in no batch: nothing has to run for it, and the manager returns an empty result.
-
-    The result depends only on the arguments, so all ranks compute the same. An item above the largest budget runs
-    eagerly.
+    An item of no tokens is in no batch. An item above the largest budget runs eagerly. The result depends only on the
+    arguments.
 
     Args:
         tokens: the output tokens of each item.
@@ -135,7 +131,7 @@ def pack_items(
 
 
 def _packed(planned: Iterable[Planned], items: Sequence[int], tokens: Sequence[int]) -> list[PackedBatch]:
-    """Batches of ``items`` whose places are planned; ``tokens`` are those of all items."""
+    """The planned batches of ``items``; ``tokens`` are those of all items."""
     named = [(tuple(items[place] for place in places), key) for places, key in planned]
     return [PackedBatch(batch, sum(tokens[item] for item in batch), key) for batch, key in named]
 
@@ -143,8 +139,8 @@ def _packed(planned: Iterable[Planned], items: Sequence[int], tokens: Sequence[i
 def plan_greedily(sizes: Sizes, table: RungTable, peaks: Sizes | None = None) -> list[Planned]:
     """Pack greedily: smallest items first, as many in a batch as a rung allows, each batch in the smallest rung.
 
-    The batches are in the order of item sizes, followed by an eager batch for each item that fits no rung. ``peaks``
-    are [dimension, item], sizes of which a batch has the maximum.
+    Items that fit no rung are eager batches at the end. ``peaks`` are [dimension, item], sizes of which a batch has
+    the maximum.
     """
     items = _Items(sizes, peaks, table)
     cuts = items.greedy_cuts()
@@ -164,8 +160,7 @@ def plan_cheaply(
     """The cheapest of three plans: the cheapest cuts, the greedy plan, and eager calls only.
 
     A batch runs eagerly if that is cheaper than its replay, and eager batches are merged if that is cheaper. An eager
-    call over several items has at most ``max_eager_tokens``. The ``surcharges`` are [item], what the item adds to the
-    cost of an eager call beyond what it adds to that of a replay.
+    call over several items has at most ``max_eager_tokens``. ``surcharges`` are [item], see :class:`EncoderCosts`.
     """
     items = _Items(sizes, peaks, table)
     surcharges = np.zeros(sizes.shape[1]) if surcharges is None else surcharges
@@ -177,12 +172,12 @@ def plan_cheaply(
 
 
 def plan_eagerly(tokens: Sizes, max_eager_tokens: int) -> list[Planned]:
-    """Eager calls over consecutive items, as many in one call as ``max_eager_tokens`` allows."""
+    """Eager calls over consecutive items."""
     return [(items, None) for items in _groups(range(len(tokens)), _joined(tokens, max_eager_tokens))]
 
 
 class _Items:
-    """The items that fit a rung, in ascending order of tokens. Batches are consecutive items."""
+    """The items that fit a rung, by tokens, ascending. Batches are consecutive items."""
 
     def __init__(self, sizes: Sizes, peaks: Sizes | None, table: RungTable) -> None:
         peaks = sizes[:0] if peaks is None else peaks
@@ -194,14 +189,14 @@ class _Items:
         self.farthest = table.farthest(self.sums, peaks[:, chosen])
 
     def loads(self, starts: Places, ends: Places) -> tuple[Sizes, Sizes]:
-        """The sums and the peaks of the sizes of each batch, [dimension, batch]."""
+        """The sums and the peaks of each batch, [dimension, batch]."""
         highest = self._peaks[:, starts]
         if len(highest) and len(starts):
             highest = np.maximum.reduceat(self._peaks, np.column_stack((starts, ends)).ravel(), axis=1)[:, ::2]
         return self.sums[:, ends] - self.sums[:, starts], highest
 
     def greedy_cuts(self) -> Places:
-        """The bounds of consecutive batches, each of as many items as a rung holds."""
+        """The bounds of batches, each of as many items as a rung holds."""
         return _walk(self.farthest.tolist())
 
 
@@ -210,7 +205,7 @@ _Plan = tuple[float, list[Planned]]
 
 
 def _priced(items: _Items, cuts: Places, table: RungTable, calls: _EagerCalls) -> _Plan:
-    """The plan of the batches between ``cuts``, each as the cheaper of replay and eager call."""
+    """The batches between ``cuts``, each as the cheaper of replay and eager call."""
     starts, ends = cuts[:-1], cuts[1:]
     rungs = table.find(*items.loads(starts, ends))
     costs = table.costs[rungs]
@@ -223,7 +218,7 @@ def _priced(items: _Items, cuts: Places, table: RungTable, calls: _EagerCalls) -
 
 
 def _cheapest_cuts(items: _Items, table: RungTable, calls: _EagerCalls) -> Places:
-    """The bounds of consecutive batches with the least total cost, by dynamic programming from the last item on."""
+    """The bounds of batches with the least total cost, by dynamic programming from the last item on."""
     count = len(items.places)
     widths = np.maximum(items.farthest, _reach(items.sums[0], calls.most)) - np.arange(count)
     longest = LONGEST
@@ -252,7 +247,7 @@ class _EagerCalls:
         self._tokens, self._surcharges, self._eager, self.most = tokens, surcharges, eager, most
 
     def costs(self, items: Sequence[int], starts: Places, ends: Places) -> Floats:
-        """Costs of calls over ``items[start:end]``; infinite above the maximum of tokens for several items."""
+        """Costs of calls over ``items[start:end]``; infinite if they are not allowed."""
         tokens, surcharges = _prefix_sums(self._tokens[items]), _prefix_sums(self._surcharges[items])
         sums = tokens[ends] - tokens[starts]
         allowed = (sums <= self.most) | (ends - starts == 1)
@@ -276,17 +271,17 @@ class _EagerCalls:
 
 
 def _joined(tokens: Sizes, most: int) -> Places:
-    """The bounds of calls that merge consecutive groups up to ``most`` tokens. A larger group is a call by itself."""
+    """The bounds of calls that merge groups up to ``most`` tokens. A larger group is a call by itself."""
     return _walk(_reach(_prefix_sums(tokens), most).tolist())
 
 
 def _reach(sums: Sizes, most: int) -> Places:
-    """For each place, the end of the longest run from it on whose sum is at most ``most``; at least one place long."""
+    """For each place, the end of the longest run with a sum of at most ``most``; at least one place long."""
     return np.maximum(np.searchsorted(sums, sums[:-1] + most, side="right") - 1, np.arange(1, len(sums)))
 
 
 def _walk(following: Sequence[int]) -> Places:
-    """The bounds of consecutive batches, from the end of the batch that starts at each item."""
+    """The bounds of batches, from the end of the batch that starts at each item."""
     cuts = [0]
     while cuts[-1] < len(following):
         cuts.append(following[cuts[-1]])
@@ -294,7 +289,7 @@ def _walk(following: Sequence[int]) -> Places:
 
 
 def _prefix_sums(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """[..., n] is the sum of the first n values along the last dimension."""
+    """[..., n] is the sum of the first n values."""
     sums = np.zeros((*values.shape[:-1], values.shape[-1] + 1), dtype=values.dtype)
     np.cumsum(values, axis=-1, out=sums[..., 1:])
     return sums
@@ -311,10 +306,10 @@ def runs_of(items: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class BatchPlanner:
-    """Packs items into batches that respect all limits of the captured keys.
+    """Packs items into batches within all limits of the captured keys.
 
-    Without costs it packs greedily. Without keys all items run eagerly, in as few calls as ``max_eager_tokens``, the
-    maximum of one eager call over several items, allows.
+    Without costs it packs greedily. Without keys all items run eagerly, in calls of at most ``max_eager_tokens``, or of
+    one item.
     """
 
     def __init__(
@@ -332,19 +327,15 @@ class BatchPlanner:
         self._tables = {
             group: RungTable([self._rung(key) for key in found]) for group, found in grouped(config, keys).items()
         }
-        # Requests with the same sizes are frequent, and planning takes host time.
         self._plan = functools.lru_cache(_KEPT_PLANS)(self._planned)
 
     def plan(self, specs: Sequence[EncoderItemSpec]) -> tuple[PackedBatch, ...]:
-        """Batches that together contain each item with tokens once. Items that cannot share a graph are planned apart.
-
-        Nothing runs for an item without tokens, so it is in no batch.
-        """
+        """Batches of all items with tokens. Items that cannot share a graph are planned apart."""
         return (self._plan if len(specs) <= _KEPT_ITEMS else self._planned)(tuple(specs))
 
     def _planned(self, specs: Sequence[EncoderItemSpec]) -> tuple[PackedBatch, ...]:
         groups: dict[Hashable, list[int]] = {}
-        is_path_alone = len(self._bounds) == len(self._config.axes)  # the usual case, of which the host has many items
+        is_path_alone = len(self._bounds) == len(self._config.axes)  # the usual case
         for item, spec in enumerate(specs):
             if spec.output_tokens:  # guard: encoder_empty_items
                 group = (spec.path,) if is_path_alone else group_of(self._config, spec.path, spec.axes)

@@ -1,9 +1,8 @@
 """The protocol of encoders for whole-encoder graphs: nine methods, and the records that they exchange.
 
-The manager calls the encoder only through this protocol. It reads the sizes of the items of a request, packs items into
-batches, lets the encoder compute the contents of a few buffers for each batch, and replays one graph over the buffers.
-The size of a graph, its *budget*, is the number of **output** tokens. The other sizes of a graph (patches, frames,
-items, axes) are limits of its key.
+The manager reads the sizes of the items of a request, packs items into batches, lets the encoder compute the contents
+of a few buffers for each batch, and replays one graph over the buffers. The size of a graph, its *budget*, is the
+number of **output** tokens. The other sizes (patches, frames, items, axes) are limits of its key.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ class EncoderItemSpec:
 
 @dataclass(frozen=True, slots=True)
 class EncoderAxis:
-    """An additional property that is constant in a graph, such as an image size or a bound on the longest sequence."""
+    """Another property that is constant in a graph, such as an image size or a bound on the longest sequence."""
 
-    name: str  #: name of the axis in items and keys
+    name: str  #: name in items and keys
     values: tuple[Hashable, ...]  #: the values that graphs are captured for. Items above or beside them run eagerly.
     #: True: values are ordered, and a graph serves every item whose value is at most the graph's value, so items with
     #: different values can share a replay. False: only items with equal values share a replay.
@@ -64,8 +63,7 @@ class EncoderCudaGraphConfig:
     output_width: int | tuple[int, ...]
     #: {buffer key: rule}; other buffers are padded with zero
     padding: Mapping[str, PaddingRule] = field(default_factory=dict)
-    #: patches per output token (the square of the spatial merge size). The buffers of a budget have room for this many
-    #: patches per token.
+    #: patches per output token (the square of the spatial merge size), for which the buffers of a budget have room
     patches_per_token: int = 1
     #: a number that divides the output tokens of every item; inferred budgets are multiples of it
     token_multiple: int = 1
@@ -220,7 +218,7 @@ class SupportsEncoderExamples(Protocol):
 
 
 def group_of(config: EncoderCudaGraphConfig, path: str, axes: Axes) -> Hashable:
-    """The properties that items need in common to share a replay: path and values of axes that do not round up."""
+    """What items that share a replay have in common: path and values of axes that do not round up."""
     return (path, *(value for axis, (_, value) in zip(config.axes, axes, strict=True) if not axis.rounds_up))
 
 
@@ -233,7 +231,7 @@ def grouped(config: EncoderCudaGraphConfig, keys: Sequence[EncoderGraphKey]) -> 
 
 
 def checked_specs(specs: Sequence[EncoderItemSpec], config: EncoderCudaGraphConfig) -> list[EncoderItemSpec]:
-    """Return ``specs`` if they agree with the configuration."""
+    """``specs``, if they agree with the configuration."""
     names, specs = tuple(axis.name for axis in config.axes), list(specs)
     for item, spec in enumerate(specs):
         if min(spec.input_size, spec.output_tokens, spec.frames) < 0:
@@ -251,7 +249,7 @@ def checked_specs(specs: Sequence[EncoderItemSpec], config: EncoderCudaGraphConf
 
 
 def contradiction(what: str, expected: str, found: object) -> EncoderConfigError:
-    """The error for what a method of the encoder returns, and ``expected`` follows from its configuration."""
+    """The error for a method whose result is not what follows from the configuration."""
     remedy = "correct what the method returns, or what get_encoder_cudagraph_config returns"
     problem = f"the encoder contradicts its configuration: {what}"
     return EncoderConfigError(problem, expected=expected, found=repr(found), remedy=remedy)

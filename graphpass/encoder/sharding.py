@@ -18,9 +18,6 @@ from graphpass.ranks.group import DataParallelAgreement, RankRows
 
 LEAST_SAVED = 1024
 """Patches. A request is divided if the largest share has so many fewer than all items; else gathering takes longer."""
-EncodeShare = Callable[[Sequence[EncoderItemSpec], Sequence[int]], tuple[torch.Tensor, ...]]
-"""``encode(specs, indices)`` returns the outputs of the items at ``indices``, with their rows in this order; ``specs``
-are the sizes of all items."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +37,8 @@ class ItemShares:
 def balance_items(sizes: Sequence[int], num_ranks: int) -> ItemShares:
     """Distribute items over ranks, the largest item first, each to the rank with the smallest load.
 
-    Among ranks with equal loads, the rank with the fewest items gets the item. This is the longest-processing-time
-    rule: the largest load is at most 4/3 of the optimum. The result depends only on the arguments, so all ranks compute
-    the same.
+    Of ranks with equal loads, the one with the fewest items gets the item. This is the longest-processing-time rule:
+    the largest load is at most 4/3 of the optimum. The result depends only on the arguments.
 
     Args:
         sizes: the input size of each item.
@@ -71,14 +67,14 @@ def encoded_by_all(
     like: Sequence[torch.Tensor],
     group: Any,
     agreement: DataParallelAgreement,
-    encode: EncodeShare,
+    encode: Callable[[Sequence[EncoderItemSpec], Sequence[int]], tuple[torch.Tensor, ...]],
 ) -> tuple[Sequence[EncoderItemSpec], tuple[torch.Tensor, ...]]:
     """Encode this rank's share of the items, and gather the rows of all items. Every rank calls it.
 
-    A small request stays whole: each rank encodes all of it, and nothing is gathered.
+    Each rank encodes all of a small request, and nothing is gathered.
 
-    Returns the specs, and the outputs, each [rows of all items, width], in the order of the items. ``like`` are empty
-    tensors [0, width], one for each output of the encoder, with its dtype and device.
+    Returns the specs, and the outputs. ``like`` are outputs for no items, and ``encode(specs, indices)`` those of the
+    items at ``indices``.
     """
     rows = RankRows(
         agreement,
@@ -109,7 +105,6 @@ def encoded_by_all(
 
 
 def _refuse_other_items(rows: RankRows, own_rank: int, fingerprint: int) -> None:
-    """Check that all ranks encoded the same items, before any rows are gathered."""
     fingerprints = rows.exchange([fingerprint])
     others = [rank for rank, (of_rank,) in enumerate(fingerprints) if of_rank != fingerprint]
     if others:  # guard: encoder_rank_items
@@ -124,10 +119,7 @@ def _refuse_other_items(rows: RankRows, own_rank: int, fingerprint: int) -> None
 def gather_rows(
     own: Sequence[torch.Tensor], balance: ItemShares, tokens: Sequence[int], group: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Gather the rows of all items from all ranks, in the order of the items. Every rank calls it.
-
-    Shares are padded to the longest share for a single all-gather.
-    """
+    """Gather the rows of all items, in their order. Shares are padded to the longest for a single all-gather."""
     rows_of_rank = [sum(tokens[item] for item in balance.share(rank)) for rank in range(len(balance.counts))]
     longest = max(rows_of_rank)
     widths = [output.shape[1] for output in own]

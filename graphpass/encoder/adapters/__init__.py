@@ -1,4 +1,4 @@
-"""The adapter implements the encoder protocol for stock vision towers; :func:`adapter_for` makes it for any tower."""
+"""The adapter implements the encoder protocol for stock vision towers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from graphpass.encoder.adapters.adapter import TowerAdapter, takes_grids
-from graphpass.encoder.adapters.tower import unserved_tower
+from graphpass.encoder.adapters.tables import unserved_tower
 from graphpass.encoder.protocol import SupportsEncoderCudaGraph
 
 __all__ = ["TowerAdapter", "adapter_for"]
@@ -28,8 +28,5 @@ def adapter_for(tower: Any, **options: Any) -> SupportsEncoderCudaGraph:
         return TowerAdapter(tower, **options)
     if isinstance(tower, SupportsEncoderCudaGraph) and not options:
         return tower
-    raise unserved_tower(
-        tower,
-        "a tower that takes grid_thw, one with config.image_size, or an encoder with the protocol and no options",
-        f"{type(tower).__module__}.{type(tower).__qualname__}",
-    )
+    expected = "a tower that takes grid_thw, one with config.image_size, or an encoder with the protocol and no options"
+    raise unserved_tower(expected, f"{type(tower).__module__}.{type(tower).__qualname__}", tower)

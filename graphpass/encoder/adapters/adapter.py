@@ -1,7 +1,7 @@
 """The adapter of stock towers: it calls a copy of the tower, with its weights, on packed patches or batched images.
 
-Nothing here knows a tower. What it takes and returns is found by calling it once with small images, and that a graph of
-it is right for any contents is tried with others, before the adapter exists.
+Nothing here knows a tower. A call with small images shows what it takes and returns, and a graph is tried with others,
+before the adapter exists.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from typing_extensions import override
 
 from graphpass.capture.settings import capture_settings
 from graphpass.capture.tape import TapeDevice
 from graphpass.compat import trees
 from graphpass.encoder.adapters.items import Grid, GridItems
-from graphpass.encoder.adapters.tables import GRID_KEY, GridTables, noted_calls
-from graphpass.encoder.adapters.tower import TowerCopy, eagerly, refuse_changed, unserved_tower
+from graphpass.encoder.adapters.tables import GRID_KEY, GridTables, noted_calls, unserved_tower
+from graphpass.encoder.adapters.tower import TowerCopy, eagerly
 from graphpass.encoder.attention import kernel_of
 from graphpass.encoder.protocol import (
     EncoderCudaGraphConfig,
@@ -40,7 +41,6 @@ _EXAMPLE_TOKENS_AN_IMAGE = 256
 _EXAMPLE_PATCHES, _EXAMPLE_IMAGES = 16 * 26, 5
 """The example for compilation. Inductor selects kernels by its sizes, which are those of typical batches."""
 _FAILURES = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
-"""What a tower raises that does not take what it is given."""
 _TOLERANCE, _TOLERANCE_OF_HALF = 5e-3, 5e-2
 
 
@@ -69,8 +69,6 @@ class TowerAdapter(SupportsEncoderCudaGraph):
         EncoderConfigError: an option has a wrong value, or the tower cannot be served; the error says why.
     """
 
-    _tables: GridTables | None = None  #: of a tower that takes grids
-
     def __init__(
         self,
         tower: Any,
@@ -81,7 +79,6 @@ class TowerAdapter(SupportsEncoderCudaGraph):
         max_items: int | None = None,
         max_frames: int | None = None,
     ) -> None:
-        refuse_changed(tower)  # guard: encoder_tower_changed
         self.tower, self._output, self._has_grids = tower, output, takes_grids(tower)
         self._own = TowerCopy(tower, is_packed=self._has_grids)
         self._merge: int = getattr(tower, "spatial_merge_size", getattr(tower.config, "spatial_merge_size", 1))
@@ -93,7 +90,7 @@ class TowerAdapter(SupportsEncoderCudaGraph):
         shapes, num_rows = [part.shape for part in parts], len(pixels)
         self._unit = max(num_rows // shape[0] for shape in shapes)  # rows of the input for a token
         if any(num_rows % shape[0] or self._unit % (num_rows // shape[0]) for shape in shapes):
-            raise unserved_tower(tower, "outputs of rows for patches, tokens or images", f"outputs of shapes {shapes}")
+            raise unserved_tower("outputs of rows for patches, tokens or images", f"outputs of shapes {shapes}", tower)
         self._row_shapes = [shape[1:] for shape in shapes]
         #: values of each part for a token, or for an image of the one size
         self._sizes = [shape.numel() * self._unit // num_rows for shape in shapes]
@@ -102,8 +99,7 @@ class TowerAdapter(SupportsEncoderCudaGraph):
             widths = {shape[-1] for shape in shapes}
             self._widths = [widths.pop() if len(widths) == 1 else sum(self._sizes)]
             self._each = sum(self._sizes) // self._widths[0]  # tokens of an image
-        else:
-            self._tables = GridTables(calls, self._unit, self._merge)
+        self._tables = GridTables(calls, self._unit, self._merge)
         tokens = num_rows * self._each // self._unit + 3 * self._each
         key = EncoderGraphKey(tokens, tokens * self._unit, 3, 3)
         self._try(parts, {"pixel_values": pixels, GRID_KEY: grids}, key)
@@ -122,7 +118,7 @@ class TowerAdapter(SupportsEncoderCudaGraph):
     # -- what the tower takes and returns
 
     def _called(self, grids: Sequence[Grid]) -> tuple[torch.Tensor, Any, Any]:
-        """Rows of the first shape that the tower takes, what it returned for them, and how it made its tables."""
+        """Rows of the first shape that the tower takes, what it returned, and how it made tables."""
         seeded, reasons = torch.Generator().manual_seed(0), []
         on_device, count = torch.tensor(grids).to(self._weight.device), sum(map(math.prod, grids))
         named = {GRID_KEY: on_device} if self._has_grids else {}
@@ -135,16 +131,16 @@ class TowerAdapter(SupportsEncoderCudaGraph):
             except _FAILURES as error:
                 reasons.append(f"{type(error).__name__}: {error}")
         what = "patches and grid_thw" if self._has_grids else f"images {self.row_shape}"
-        raise unserved_tower(self.tower, f"a forward of {what} alone", reasons[0])
+        raise unserved_tower(f"a forward of {what} alone", reasons[0], self.tower)
 
     def as_taken(self, pixels: torch.Tensor) -> torch.Tensor:
         """Rows as the tower's first argument."""
         return pixels.unsqueeze(0) if self._is_batch else pixels
 
     def _read(self, output: Any) -> Any:
-        """What is asked for of the tower's output: all of it, or {field: tensor or tensors}."""
+        """The chosen fields of the tower's output, or all of it."""
         if not hasattr(output, "keys"):
-            raise unserved_tower(self.tower, "named outputs (config.return_dict)", type(output).__name__)
+            raise unserved_tower("named outputs (config.return_dict)", type(output).__name__, self.tower)
         usual = (POOLER_OUTPUT if POOLER_OUTPUT in output else LAST_HIDDEN_STATE) if self._has_grids else BOTH
         chosen = self._output or usual
         problem = f"option output of the adapter for {type(self.tower).__name__} has a wrong value"
@@ -160,24 +156,23 @@ class TowerAdapter(SupportsEncoderCudaGraph):
         return tuple(rows) if self._has_grids else (torch.cat(rows, dim=1).reshape(-1, self._widths[0]),)
 
     def _as_returned(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The parts of what the tower returns, from the outputs by token."""
+        """The parts of the tower's output, from the outputs by token."""
         if not self._has_grids:
             outputs = outputs[0].reshape(-1, sum(self._sizes)).split(self._sizes, dim=1)
         return [rows.reshape(-1, *shape) for rows, shape in zip(outputs, self._row_shapes, strict=True)]
 
     def as_output(self, outputs: Sequence[torch.Tensor]) -> Any:
-        """What the tower returns for all items together, of the outputs by token with ``output="both"``."""
+        """The tower's output for all items together, with ``output="both"``."""
         return trees.unflatten(self._as_returned(outputs), self._structure)
 
     def _forward(self, pixels: torch.Tensor, tables: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The outputs by token, for full buffers."""
-        named, pieces = {}, {}
-        if self._tables is not None:
-            named, pieces = self._tables.arguments(tables, len(pixels)), self._tables.pieces(tables)
-        return self._by_token(trees.tensors(self._read(self._own(self.as_taken(pixels), pieces=pieces, **named))))
+        """The outputs by token."""
+        named = self._tables.arguments(tables, len(pixels))
+        output = self._own(self.as_taken(pixels), pieces=self._tables.pieces(tables), **named)
+        return self._by_token(trees.tensors(self._read(output)))
 
     def _try(self, stock: Sequence[torch.Tensor], items: EncoderItems, key: EncoderGraphKey) -> None:
-        """Record the forward over an example, run it over ``items``, and compare with what the tower returned."""
+        """Record the forward over an example, and compare its replay over ``items`` with the tower's output."""
         dtype = self._weight.dtype
         buffers = self.prepare_encoder_cudagraph_capture_inputs(key, self._weight.device, dtype)
         recorder = TapeDevice()
@@ -191,23 +186,23 @@ class TowerAdapter(SupportsEncoderCudaGraph):
         except GraphpassError as error:
             if isinstance(error, CaptureError) and self._own.has_foreign_parts():
                 return  # they run eagerly
-            raise unserved_tower(self.tower, error.expected, f"{error.problem}: {error.found}") from error
+            raise unserved_tower(error.expected, f"{error.problem}: {error.found}", self.tower) from error
         except _FAILURES as error:
-            raise unserved_tower(self.tower, "a forward from tables", str(error)) from error
+            raise unserved_tower("a forward from tables", str(error), self.tower) from error
         for found, by_stock in zip(outputs, self._by_token(stock), strict=True):
             expected = by_stock.double()
             differs_by = float((found[: len(expected)].double() - expected).norm() / expected.norm())
             most = math.inf if self.tower.training else _TOLERANCE_OF_HALF if dtype.itemsize < 4 else _TOLERANCE
             if differs_by > most:  # guard: encoder_trial
-                raise unserved_tower(self.tower, "its own results", f"results that differ by {differs_by:.1e}")
+                raise unserved_tower("its own results", f"results that differ by {differs_by:.1e}", self.tower)
 
     # -- the protocol
 
+    @override
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
-        """The adapter pads tables itself; the manager pads only the rows."""
         return EncoderCudaGraphConfig(
             modalities=("image", "video") if self._has_grids else ("image",),
-            buffer_keys=("pixel_values", *(self._tables.names if self._tables is not None else ())),
+            buffer_keys=("pixel_values", *self._tables.names),
             output_width=self._widths[0] if len(self._widths) == 1 else tuple(self._widths),
             patches_per_token=self._unit,
             token_multiple=self._each,
@@ -215,61 +210,60 @@ class TowerAdapter(SupportsEncoderCudaGraph):
             max_items=self._max_items,
         )
 
+    @override
     def get_encoder_cudagraph_budget_range(self) -> tuple[int, int]:
-        """``min_tokens`` and ``max_tokens``."""
         return self._range
 
+    @override
     def get_encoder_cudagraph_item_specs(self, items: EncoderItems) -> list[EncoderItemSpec]:
-        """One spec for each image and clip."""
         sizes = [(math.prod(grid) * self._each, grid[0]) for grid in self._items(items).grids]
         return [EncoderItemSpec(size, size // self._unit, frames) for size, frames in sizes]
 
+    @override
     def select_encoder_cudagraph_items(self, items: EncoderItems, indices: Sequence[int]) -> EncoderItems:
-        """The images and clips at ``indices``, as ``pixel_values`` and ``grid_thw``; neighbours are not copied."""
         return self._items(items).selected(indices)
 
     def get_encoder_example_items(
         self, key: EncoderGraphKey, device: torch.device, dtype: torch.dtype, num_items: int | None = None
     ) -> EncoderItems:
-        """Black images that fill ``key``; of any size they are nearly square, and by default typical."""
+        """Black images that fill ``key``."""
         grids = list(self._example_grids(key, num_items))
         pixels = torch.zeros(sum(map(math.prod, grids)), *self.row_shape, device=device, dtype=dtype)
         return {"pixel_values": pixels, GRID_KEY: torch.tensor(grids, device="cpu")}
 
+    @override
     def prepare_encoder_cudagraph_capture_inputs(
         self, key: EncoderGraphKey, device: torch.device, dtype: torch.dtype
     ) -> Mapping[str, torch.Tensor]:
-        """Black rows, and the padded tables of the example items."""
         what, remedy = "a budget in tokens, of which one image has more,", f"choose multiples of {self._each}"
         positive(key.tokens, what, at_least=self._each, remedy=remedy, error=EncoderConfigError)
         pixels = torch.zeros(key.patches // self._each, *self.row_shape, device=device, dtype=dtype)
-        return {"pixel_values": pixels, **self._tables_on(list(self._example_grids(key)), device, key)}
+        return {"pixel_values": pixels, **self._tables.on_device(list(self._example_grids(key)), device, key)}
 
+    @override
     def prepare_encoder_cudagraph_replay_buffers(
         self, items: EncoderItems, key: EncoderGraphKey
     ) -> dict[str, torch.Tensor]:
-        """The rows, unchanged, and the tables of their grids, padded on the host and copied in one transfer."""
         found = self._items(items)
-        return {"pixel_values": found.rows(), **self._tables_on(found.grids, self._weight.device, key)}
+        return {"pixel_values": found.rows(), **self._tables.on_device(found.grids, self._weight.device, key)}
 
+    @override
     def encoder_cudagraph_forward(self, buffers: Mapping[str, torch.Tensor], key: EncoderGraphKey) -> EncoderOutput:
-        """Each chosen output of the tower, [key.tokens, width]."""
         with capture_settings():
             outputs = self._forward(buffers["pixel_values"], buffers)
         missing = key.tokens - len(outputs[0])  # of a budget between two numbers of images
         return tuple(F.pad(rows, (0, 0, 0, missing)) for rows in outputs) if missing else outputs
 
+    @override
     def encoder_eager_forward(self, items: EncoderItems) -> EncoderOutput:
-        """The forward without padding."""
-        found = self._items(items)
-        pixels = found.rows().to(self._weight.device)
+        found, device = self._items(items), self._weight.device
         with eagerly():
-            return self._forward(pixels, self._tables_on(found.grids, self._weight.device))
+            return self._forward(found.rows().to(device), self._tables.on_device(found.grids, device))
 
+    @override
     def postprocess_encoder_output(
         self, output: tuple[torch.Tensor, ...], specs: Sequence[EncoderItemSpec]
     ) -> list[EncoderOutput]:
-        """The rows of each item; if there are several outputs, a tuple of its rows of each."""
         by_part: list[Sequence[torch.Tensor]] = []
         for part, size, shape in zip(self._as_returned(output), self._sizes, self._row_shapes, strict=True):
             each = size // shape.numel()
@@ -284,7 +278,7 @@ class TowerAdapter(SupportsEncoderCudaGraph):
         return KernelUse("the tower's own", "all items", "images of one size are a batch")
 
     def compile_encoder(self, compiler: str, runtime: Any, **options: Any) -> None:
-        """Compile one block for all layers and sizes; of images of one size, one image and any number apart."""
+        """Compile one block for all layers and sizes; one image of one size apart."""
         tokens = _EXAMPLE_IMAGES * (_EXAMPLE_PATCHES // self._unit if self._has_grids else self._each)
         key = EncoderGraphKey(tokens, tokens * self._unit, _EXAMPLE_IMAGES)
         example = self.get_encoder_example_items(key, self._weight.device, self._weight.dtype, _EXAMPLE_IMAGES)
@@ -301,16 +295,8 @@ class TowerAdapter(SupportsEncoderCudaGraph):
     def _items(self, items: EncoderItems) -> GridItems:
         return GridItems.of(items, self.row_shape, self._merge if self._has_grids else None)
 
-    def _tables_on(
-        self, grids: Sequence[Grid], device: torch.device, key: EncoderGraphKey | None = None
-    ) -> dict[str, torch.Tensor]:
-        return {} if self._tables is None else self._tables.on_device(grids, device, key)
-
     def _example_grids(self, key: EncoderGraphKey, num_items: int | None = None) -> Iterator[Grid]:
-        """At least one and at most ``key.items`` grids, with at most ``key.tokens`` tokens together.
-
-        Sides are chosen between a square and 1 : 4, so that few tokens remain unused.
-        """
+        """Grids of typical items, or so many, that fill ``key``. Sides between a square and 1 : 4 waste few tokens."""
         if not self._has_grids:
             yield from [(1, 1, 1)] * min(key.items, key.tokens // self._each)
             return
@@ -325,7 +311,7 @@ class TowerAdapter(SupportsEncoderCudaGraph):
 
 
 def _row_shapes(tower: Any, has_grids: bool) -> list[tuple[int, ...]]:
-    """The shape of an image; shapes that a patch may have, by the weights of the part that embeds it."""
+    """The shape of an image; those that a patch may have, by the weights that embed it."""
     if not has_grids:
         side = tower.config.image_size
         return [(getattr(tower.config, "num_channels", 3), *((side, side) if isinstance(side, int) else side))]
@@ -336,5 +322,5 @@ def _row_shapes(tower: Any, has_grids: bool) -> list[tuple[int, ...]]:
 
 
 def takes_grids(tower: nn.Module) -> bool:
-    """Whether a tower takes images of any size, as patches with grids."""
+    """Whether a tower takes images of any size."""
     return GRID_KEY in inspect.signature(tower.forward).parameters

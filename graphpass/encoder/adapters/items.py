@@ -1,4 +1,4 @@
-"""The items of a request to a stock tower: rows of pixels, and the grid of each image or clip."""
+"""The items of a request to a stock tower: rows of pixels, and grids."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class GridItems:
 
     @classmethod
     def of(cls, items: EncoderItems, row_shape: Sequence[int], merge: int | None) -> Self:
-        """Read and check the mapping that a processor returned. Without ``merge``, each row is an image."""
-        if merge is None:
-            images = items.get("pixel_values")
-            table = np.ones((len(images) if isinstance(images, torch.Tensor) else 0, 3), dtype=np.int64)
-            return cls((_checked_rows(images, len(table), row_shape),), table)
+        """Read and check what a processor returned. Without ``merge``, each row is an image."""
         named = {name: value for name, value in items.items() if value is not None}
+        if merge is None:
+            images = named.get("pixel_values")
+            grids = np.ones((len(images) if isinstance(images, torch.Tensor) else 0, 3), dtype=np.int64)
+            named, merge = {"pixel_values": images, "image_grid_thw": grids}, 1
         if "grid_thw" in named and "image_grid_thw" not in named:
             named["image_grid_thw"] = named.pop("grid_thw")
         kinds = [kind for kind in _KINDS if not named.keys().isdisjoint(kind)]
@@ -52,15 +52,15 @@ class GridItems:
 
     @property
     def grids(self) -> list[Grid]:
-        """The grids of all items."""
+        """Of all items."""
         return [(frames, height, width) for frames, height, width in self.table.tolist()]
 
     def rows(self) -> torch.Tensor:
-        """The rows of all items."""
+        """Of all items."""
         return _joined(self.parts)
 
     def selected(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The items at ``indices``, as a processor's mapping. The rows are a view if they are contiguous."""
+        """The items at ``indices``; the rows of neighbours are a view."""
         ends = [0, *self.table.prod(axis=1).cumsum().tolist()]
         found = []
         for first, last in runs_of(indices):
@@ -84,19 +84,17 @@ def _checked_rows(pixels: Any, count: int, row_shape: Sequence[int]) -> torch.Te
 
 
 def _checked_grids(grids: Any, merge: int) -> npt.NDArray[np.int64]:
-    """Grids from a tensor, an array or a list."""
     try:
         table = np.asarray(grids.cpu() if isinstance(grids, torch.Tensor) else grids)
     except ValueError:  # rows of different lengths
         table = np.empty(())
     if table.shape in ((0,), (0, 3)):  # without items, of whatever dtype
-        table = np.empty((0, 3), dtype=np.int64)
+        return np.empty((0, 3), dtype=np.int64)
     is_table = table.shape[1:] == (3,) and table.dtype.kind in "iu"
     if not is_table or (table < 0).any() or (table[:, 1:] % merge).any():
         shown = grids.tolist() if hasattr(grids, "tolist") else grids
-        raise _unfit(
-            f"grids as integers [items, 3], none below 0, heights and widths in multiples of {merge}", f"{shown!r:.100}"
-        )
+        expected = f"grids as integers [items, 3], none below 0, heights and widths in multiples of {merge}"
+        raise _unfit(expected, f"{shown!r:.100}")
     return table.astype(np.int64)
 
 

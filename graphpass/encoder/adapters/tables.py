@@ -1,7 +1,7 @@
 """The tables that a tower computes from grids: which they are, computed by item, joined for a batch, padded, copied.
 
-Towers compute them with functions of transformers that take the grids first and a dict ``kwargs``: a table that is in
-this dict is taken from it. So a tower that is called once with grids says which tables it takes, and how they are made.
+Towers compute them with functions of transformers that take the grids and a dict ``kwargs``: a table in this dict is
+taken from it. So one call of a tower with grids says which tables it takes, and how they are made.
 """
 
 from __future__ import annotations
@@ -26,22 +26,18 @@ from graphpass.errors import EncoderConfigError
 
 _LIBRARY = "transformers."
 _ROWS, _INDEX, _BOUNDS, _FRAMES = "rows", "index", "bounds", "frames"
+"""Kinds of tables: by patch; places of rows in the batch; bounds of sequences; the grids of frames."""
 _KEPT, _KEPT_BATCHES = 256, 16
-OWN_TOWER = "implement the protocol for it: docs/encoder_protocol.md"
 _STRIP = 64
 GRID_KEY = "grid_thw"
 Words = npt.NDArray[np.int32]
 
 
 class _Taken(dict[str, Any]):
-    """A ``kwargs`` without tables that notes which ones are asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
+    """``kwargs`` without tables, which notes the names that are asked for."""
 
     def pop(self, name: str, *default: Any) -> Any:
-        self.names.append(name)
+        self[name] = None
         return default[0] if default else None
 
 
@@ -53,16 +49,20 @@ class TableCall:
     arguments: Mapping[str, Any]
     grid_name: str | None  #: the argument that the grids are; None: it takes something else
 
-    def tables(self, **grids: torch.Tensor) -> dict[str, Any]:
-        """{name under which the tower takes it: table, or a number}."""
-        taken = _Taken()
-        found = self.function(**{**self.arguments, **grids}, kwargs=taken)
-        return dict(zip(taken.names, found if isinstance(found, tuple) else (found,), strict=True))
+    def tables(self, grids: torch.Tensor) -> dict[str, Any]:
+        """{name under which the tower takes it: table or number}."""
+        taken, given = _Taken(), {self.grid_name: grids} if self.grid_name else {}
+        arguments = {**self.arguments, **given}
+        found = self.function(**arguments, kwargs=taken)
+        made = dict(zip(taken, found if isinstance(found, tuple) else (found,), strict=True))
+        if _tensors_of(made) and set(_tensors_of(arguments)) != given.keys():
+            raise unserved_tower("tables of grids alone", f"{', '.join(made)} of more than these")
+        return made
 
 
 @contextlib.contextmanager
 def noted_calls(grids: torch.Tensor) -> Iterator[list[TableCall]]:
-    """Note the calls of this thread, within the body, of functions that make tables from ``grids``."""
+    """Note the calls of this thread, in the body, of functions that make tables."""
     calls: list[TableCall] = []
     running: list[Any] = []
 
@@ -92,19 +92,17 @@ def noted_calls(grids: torch.Tensor) -> Iterator[list[TableCall]]:
 
 @dataclass(frozen=True, slots=True)
 class _TableKind:
-    """What one table is like."""
-
-    kind: str  #: a row for each patch; the place of each row among those of a batch; the bounds of sequences; frames
+    kind: str
     columns: tuple[int, ...] = ()
     dtype: torch.dtype = torch.int32
     patches_per_row: int = 1
-    tokens_per_sequence: int = sys.maxsize  #: of sequences: a frame has one more for so many tokens, at most
-    longest: int | None = None  #: of sequences: most patches; None: all patches of a batch
+    tokens_per_sequence: int = sys.maxsize  #: a frame has one more for so many tokens, at most
+    longest: int | None = None  #: most patches of a sequence; None: all patches of a batch
 
 
 @dataclass
 class GridTables:
-    """The tables of a batch, with the pieces of its sequences, and the grids of its frames, all of 32 bits.
+    """The tables of a batch, the pieces of its sequences, and the grids of its frames, all of 32 bits.
 
     Raises:
         EncoderConfigError: a table is not made of its items' tables, or the tower does not take it.
@@ -119,14 +117,15 @@ class GridTables:
         self._joined = functools.lru_cache(_KEPT_BATCHES)(self._join)
         grids = [(2, 4 * self.merge, 6 * self.merge), (1, 2 * self.merge, 4 * self.merge)]
         one, other, both = self._tables(grids[:1]), self._tables(grids[1:]), self._tables(grids)
-        made = [name for name, table in both.items() if isinstance(table, torch.Tensor)]
-        self._limits = both.keys() - made  # numbers that the tower takes: lengths of sequences
+        made = _tensors_of(both)
+        self._limits = both.keys() - made  # numbers: lengths of sequences
         #: {name of a table that the tower takes: what it is like}
         self.kinds = {name: self._kind(name, one[name], other[name], both[name], math.prod(grids[0])) for name in made}
         self._sequences = [name for name, table in self.kinds.items() if table.kind == _BOUNDS]
-        if not self._sequences:
-            raise _unfit("bounds of sequences from grids", f"the tables {sorted(self.kinds)}")
-        self.kinds[GRID_KEY] = _TableKind(_FRAMES, (3,))
+        if self.calls:
+            if not self._sequences:
+                raise unserved_tower("bounds of sequences from grids", f"the tables {sorted(self.kinds)}")
+            self.kinds[GRID_KEY] = _TableKind(_FRAMES, (3,))
         #: names of all buffers
         self.names = (*self.kinds, *itertools.chain(*map(piece_keys, self._sequences)))
 
@@ -153,10 +152,12 @@ class GridTables:
     def on_device(
         self, grids: Sequence[Grid], device: torch.device, key: EncoderGraphKey | None = None
     ) -> dict[str, torch.Tensor]:
-        """{buffer: contents for a batch, on the device}, padded for ``key``; None: without padding.
+        """{buffer: contents for a batch}, padded for ``key`` with a sequence of its own; None: without padding.
 
-        They are joined and padded in pinned memory, and copied at once. Padding is a sequence of its own.
+        They are joined in pinned memory and copied at once.
         """
+        if not self.kinds:
+            return {}
         flat, sizes = self._joined(tuple(grid for grid in grids if math.prod(grid)), key, device.type == "cuda")
         # Callers may write to their copy.
         found = dict(zip(self.names, flat.to(device, non_blocking=True, copy=True).split(sizes), strict=True))
@@ -165,19 +166,12 @@ class GridTables:
     # --
 
     def _tables(self, grids: Sequence[Grid]) -> dict[str, Any]:
-        tables: dict[str, Any] = {}
         with torch.device("cpu"), torch.no_grad():
-            as_tensor = torch.tensor(grids)
-            for call in self.calls:
-                made = call.tables(**({call.grid_name: as_tensor} if call.grid_name else {}))
-                others = [name for name, value in made.items() if isinstance(value, torch.Tensor)]
-                if others and (call.grid_name is None or _tensors_of(call.arguments) - {call.grid_name}):
-                    raise _unfit("tables of grids alone", f"{', '.join(others)} of more than these")
-                tables |= made
-        return tables
+            made = (call.tables(torch.tensor(grids)) for call in self.calls)
+            return {name: table for tables in made for name, table in tables.items()}
 
     def _kind(self, name: str, one: torch.Tensor, other: torch.Tensor, both: torch.Tensor, patches: int) -> _TableKind:
-        """What a table is like, from those of two items and of both together."""
+        """From the tables of two items and of both together."""
         dtype = torch.float32 if both.is_floating_point() else torch.int32
         per_row = patches // max(1, len(one))
         if len(both) == len(one) + len(other) and per_row * len(one) == patches:
@@ -186,10 +180,10 @@ class GridTables:
                     return _TableKind(kind, tuple(both.shape[1:]), dtype, per_row)
         if both.dim() == 1 and torch.equal(both, torch.cat([one, other[1:] + one[-1]])) and int(one[-1]) == patches:
             return self._sequences_like(name)
-        raise _unfit("tables of a batch that are its items' tables", f"{name} is not, of shape {tuple(both.shape)}")
+        raise unserved_tower("tables of a batch that are its items'", f"{name} is not, of shape {tuple(both.shape)}")
 
     def _sequences_like(self, name: str) -> _TableKind:
-        """Measure into how many sequences frames are cut, and how long these are."""
+        """Measure how many sequences a frame has, and how long they are."""
         strips = [side for length in range(1, _STRIP) for side in ((1, length), (length, 1))]
         fewest_tokens, longest = sys.maxsize, 0
         for height, width in (*strips, *itertools.product((2, 3, 5, 8, 13, 16), repeat=2), (_STRIP, _STRIP)):
@@ -198,11 +192,11 @@ class GridTables:
                 tokens = height * width * self.merge**2 // self.unit
                 fewest_tokens, longest = min(fewest_tokens, tokens // (len(lengths) - 1)), max(longest, *lengths)
         if not fewest_tokens:
-            raise _unfit("sequences of a token or more", f"more sequences than tokens in {name}")
+            raise unserved_tower("sequences of a token or more", f"more sequences than tokens in {name}")
         return _TableKind(_BOUNDS, tokens_per_sequence=fewest_tokens, longest=longest or None)
 
     def _flat_words(self, grid: Grid) -> dict[str, Words]:
-        """Of an item: words of its tables, the lengths of its sequences in place of their bounds."""
+        """The tables of an item, with lengths of sequences in place of bounds."""
         made = {**self._tables([grid]), GRID_KEY: torch.tensor([(1, *grid[1:])] * grid[0], device="cpu")}
         found = {}
         for name, of in self.kinds.items():
@@ -213,7 +207,7 @@ class GridTables:
     def _join(
         self, grids: tuple[Grid, ...], key: EncoderGraphKey | None, is_pinned: bool
     ) -> tuple[torch.Tensor, list[int]]:
-        """The words of all tables of a batch, and how many each table has."""
+        """All tables of a batch, and the number of words of each."""
         each = list(map(self._words_of_item, grids))
         words: dict[str, Words] = {}
         for name, of in self.kinds.items():
@@ -240,17 +234,17 @@ class GridTables:
         return flat, sizes
 
 
-_PIECES = Pieces(*(f"_{name}" for name in Pieces._fields))
-
-
 def piece_keys(name: str) -> Pieces[str]:
-    """The names of the three tables of the pieces of a kind of sequences."""
-    return Pieces(*(name + ending for ending in _PIECES))
+    """The names of the tables of the pieces of sequences with these bounds."""
+    return Pieces(*(f"{name}_{field}" for field in Pieces._fields))
 
 
-def _tensors_of(arguments: Mapping[str, Any]) -> set[str]:
-    return {name for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+def unserved_tower(expected: str, found: str, tower: object = None) -> EncoderConfigError:
+    """The error for a tower that no adapter serves."""
+    problem = f"there is no adapter for this {'tower' if tower is None else type(tower).__name__}"
+    remedy = "implement the protocol for it: docs/encoder_protocol.md"
+    return EncoderConfigError(problem, expected=expected, found=found, remedy=remedy)
 
 
-def _unfit(expected: str, found: str) -> EncoderConfigError:
-    return EncoderConfigError("a tower's tables cannot be made", expected=expected, found=found, remedy=OWN_TOWER)
+def _tensors_of(arguments: Mapping[str, Any]) -> list[str]:
+    return [name for name, value in arguments.items() if isinstance(value, torch.Tensor)]

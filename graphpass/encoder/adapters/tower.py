@@ -1,4 +1,4 @@
-"""A copy of a tower that shares its weights and runs its code, and the towers that it cannot be made of."""
+"""A copy of a tower that shares its weights and runs its code."""
 
 from __future__ import annotations
 
@@ -17,40 +17,30 @@ from graphpass.capture.settings import capture_settings
 from graphpass.capture.tape import call_compiled
 from graphpass.compat import dynamo, nnmodules, trees
 from graphpass.context import set_forward_context
-from graphpass.encoder.adapters.tables import OWN_TOWER
+from graphpass.encoder.adapters.tables import unserved_tower
 from graphpass.encoder.attention import Pieces, use_packed_attention
-from graphpass.errors import EncoderConfigError
-
-
-def unserved_tower(tower: object, expected: str, found: str) -> EncoderConfigError:
-    """The error for a tower that no adapter serves."""
-    problem = f"there is no adapter for this {type(tower).__name__}"
-    return EncoderConfigError(problem, expected=expected, found=found, remedy=OWN_TOWER)
-
-
-def refuse_changed(tower: nn.Module) -> None:
-    """Refuse a tower that a copy would not behave like, or whose hooks would see padding."""
-    if nnmodules.has_hooks(tower):
-        raise unserved_tower(tower, "hooks on parts of the tower only", "a hook, or a forward, on the tower")
-    weights = list(tower.parameters())
-    if not weights or weights[0].is_meta:
-        raise unserved_tower(tower, "weights", "none")
 
 
 class TowerCopy(SharesWeights):
     """A copy of a tower that shares its weights and hooks. It can compile its blocks, and attend to packed images.
 
-    The tower itself does not change. If its weights, modules or training flags have changed, it is copied again.
+    If the tower's weights, modules or training flags have changed, it is copied again.
     """
 
     def __init__(self, tower: nn.Module, *, is_packed: bool) -> None:
+        # A copy would not behave like it, and its hooks would see padding.
+        if nnmodules.has_hooks(tower):  # guard: encoder_tower_changed
+            raise unserved_tower("hooks on parts of the tower only", "a hook, or a forward, on the tower", tower)
+        weight = next(tower.parameters(), None)
+        if weight is None or weight.is_meta:
+            raise unserved_tower("weights", "none", tower)
         self._tower, self._is_packed = tower, is_packed
         self._pieces: Mapping[int, Pieces[torch.Tensor]] = {}
         self._run: Callable[..., Any] = _call_block
         self._copy()
 
     def __call__(self, *args: Any, pieces: Mapping[int, Pieces[torch.Tensor]] | None = None, **named: Any) -> Any:
-        """What the tower returns. ``pieces`` are those of sequences, by the id of their bounds."""
+        """Call the copy, with the pieces of sequences by the id of their bounds."""
         # guard: encoder_blocks_list, encoder_blocks_train
         if not (self._state.has_weights() and self._state.has_training_flags()):
             self._copy()
@@ -58,17 +48,16 @@ class TowerCopy(SharesWeights):
         return self.module(*args, **named)
 
     def has_foreign_parts(self) -> bool:
-        """Whether blocks have modules from outside torch and transformers, hooks or replaced forwards."""
+        """Whether blocks have modules of others, hooks or replaced forwards."""
         parts = (part for block in _blocks_of(self._tower) for part in block.modules())
         ours = ("torch.", "transformers.")
         return any(not type(part).__module__.startswith(ours) or nnmodules.has_hooks(part) for part in parts)
 
     def compile(self, example: Callable[[], object], **options: Any) -> None:
-        """Compile one block for all layers and sizes, in one call of ``example``, with these options of the backend.
+        """Compile one block for all layers and sizes, in one call of ``example``.
 
-        Weights are inputs of the traced function, so all layers share it. Dynamo specialises sizes of 0 and 1, and uses
-        one symbol for sizes that are equal in the first call. So all independent sizes of the example must be
-        different and at least 2.
+        Weights are inputs of the traced function, so all layers share it. Dynamo uses one symbol for sizes that are
+        equal in the first call: those of the example must be different and at least 2.
         """
         given, own = {"mode": "NONE", **options}, with_own_code(_call_block)
         compiled = partial(call_compiled, torch.compile(own, backend="cgpass", dynamic=True, options=given))
@@ -93,9 +82,9 @@ class TowerCopy(SharesWeights):
         self._state = ModelState.of_object(tower)
 
     def _call(self, block: nn.Module, *args: Any, **named: Any) -> Any:
-        """Call a block, compiled if it is one of those that attend within sequences, or if there are none.
+        """Call a block, compiled if it attends within sequences, or if none does.
 
-        A block gets the starts of pieces in place of its bounds, whose number may be that of another table by chance.
+        It gets the starts of pieces in place of bounds, whose number may be that of another table by chance.
         """
         found = [self._pieces[id(value)] for value in (*args, *named.values()) if id(value) in self._pieces]
         if not found and self._is_packed:
@@ -111,14 +100,14 @@ class TowerCopy(SharesWeights):
 
 
 def _blocks_of(tower: nn.Module) -> list[nn.Module]:
-    """The repeated parts of a tower: the modules of its lists of modules."""
+    """The modules of a tower's lists of modules."""
     lists = [module for module in tower.modules() if isinstance(module, nn.ModuleList)]
     return list({id(block): block for blocks in lists for block in blocks}.values())
 
 
 @contextlib.contextmanager
 def eagerly() -> Iterator[None]:
-    """:func:`capture_settings`, and no graph is asked for, also where the caller is in the forward of another model."""
+    """:func:`capture_settings`, without a graph, also in the forward of another model."""
     with capture_settings(), set_forward_context():
         yield
 
@@ -128,16 +117,14 @@ def _call_block(block: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any
 
 
 def _convolved(convolution: Any, patches: torch.Tensor) -> torch.Tensor:
-    """The convolution, as a matrix product if the input has the shape of the kernel.
+    """The convolution, as a matrix product, which is faster, if the input has the shape of the kernel.
 
-    The convolution is slow: in bfloat16, 1024 patches of 1536 values take 366 µs on an H100. Float32 convolutions on a
-    GPU are not replaced, because torch rounds them differently from matrix products (TF32).
+    On a GPU torch rounds convolutions in float32 differently (TF32), so these stay.
     """
     weight, dims = convolution.weight, len(convolution.kernel_size)
     is_whole = patches.shape[1:] == weight.shape[1:] and convolution.groups == 1  # guard: encoder_whole_patches
-    has_padding = any(side not in (0, "valid") for side in convolution.padding) and convolution.padding != "valid"
-    if not is_whole or has_padding or set(convolution.dilation) != {1}:
-        return type(convolution).forward(convolution, patches)  # type: ignore[no-any-return]
-    if patches.is_cuda and patches.dtype is torch.float32:
+    has_padding = convolution.padding != "valid" and any(side != 0 for side in convolution.padding)
+    is_rounded = patches.is_cuda and patches.dtype is torch.float32
+    if not is_whole or has_padding or is_rounded or set(convolution.dilation) != {1}:
         return type(convolution).forward(convolution, patches)  # type: ignore[no-any-return]
     return F.linear(patches.flatten(1), weight.flatten(1), convolution.bias)[(..., *[None] * dims)]

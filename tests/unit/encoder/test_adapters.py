@@ -218,9 +218,7 @@ def test_tables_are_those_of_the_whole_batch(frames: list[Grid], is_padded: bool
     found = tables.on_device(grids, HOST, key if is_padded else None)
     assert tuple(found) == tables.names
     expected = (
-        {name: table for call in calls() for name, table in call.tables(grid_thw=torch.tensor(real)).items()}
-        if real
-        else {}
+        {name: table for call in calls() for name, table in call.tables(torch.tensor(real)).items()} if real else {}
     )
     for name, table in expected.items():
         start, behind = found[name][: len(table)], found[name][len(table) :]
@@ -264,12 +262,18 @@ def numbers(grid_thw: torch.Tensor, scale: torch.Tensor | None = None, kwargs: A
     return torch.arange(int(grid_thw.prod(1).sum())) * (2 if scale is None else scale)
 
 
+def length(grid_thw: torch.Tensor, kwargs: Any = None) -> int:
+    """A number is no table."""
+    kwargs.pop("length", None)
+    return int(grid_thw.prod(1).max())
+
+
 @pytest.mark.parametrize(
     ("made", "found"),
     [
         ([TableCall(numbers, {}, "grid_thw")], "numbers is not"),
         ([TableCall(numbers, {"scale": torch.ones(1)}, "grid_thw")], "numbers of more than these"),
-        ([], "the tables"),
+        ([TableCall(length, {}, "grid_thw")], r"the tables \[\]"),
     ],
 )
 def test_tables_that_cannot_be_joined(made: list[TableCall], found: str) -> None:
@@ -295,7 +299,7 @@ def test_calls_are_noted_from_outside_and_the_profiler_of_before_stays() -> None
     assert [(call.function.__name__, call.grid_name) for call in noted] == [
         ("get_vision_attention_seqlens", "grid_thw")
     ]
-    assert sorted(noted[0].tables(grid_thw=grids)) == ["cu_seqlens", "max_seqlen"]
+    assert sorted(noted[0].tables(grids)) == ["cu_seqlens", "max_seqlen"]
 
 
 # Convolutions over whole patches: the product in their place, hooks and other convolutions as they are.
@@ -318,7 +322,7 @@ class Called(TorchDispatchMode):
 
 def both(convolution: nn.Module, patches: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """As it is, as a product, and whether it was one."""
-    own = TowerCopy(convolution, is_packed=False)
+    own = TowerCopy(nn.Sequential(convolution), is_packed=False)
     with torch.no_grad():
         expected = convolution(patches)
         with Called() as called:
