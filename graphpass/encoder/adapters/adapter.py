@@ -174,10 +174,10 @@ class TowerAdapter(SupportsEncoderCudaGraph):
     def _try(self, stock: Sequence[torch.Tensor], items: EncoderItems, key: EncoderGraphKey) -> None:
         """Record the forward over an example, and compare its replay over ``items`` with the tower's output."""
         dtype = self._weight.dtype
-        buffers = self.prepare_encoder_cudagraph_capture_inputs(key, self._weight.device, dtype)
         recorder = TapeDevice()
         try:
             with eagerly():
+                buffers = self.prepare_encoder_cudagraph_capture_inputs(key, self._weight.device, dtype)
                 graph, outputs = recorder.record(lambda: self._forward(buffers["pixel_values"], buffers), [])
                 for name, value in self.prepare_encoder_cudagraph_replay_buffers(items, key).items():
                     buffers[name][: len(value)] = value
