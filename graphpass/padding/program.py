@@ -402,6 +402,14 @@ def _where_positive(size: sympy.Basic, symbols: frozenset[sympy.Symbol]) -> Size
     return as_size(known.xreplace({dummy: symbol for symbol, dummy in positive.items()}))
 
 
+def size_of(value: Any) -> Size | None:
+    """A number of a fake tensor's as a size, written as in the record of a graph; None if it is no number."""
+    size = symbolic.expression_of(value)
+    symbols = frozenset(symbol for symbol in getattr(size, "free_symbols", ()) if symbol.is_positive)
+    # guard: proof_sizes_of_inputs
+    return _where_positive(size, symbols) if isinstance(size, sympy.Basic) else size
+
+
 def _is_quotient(size: Any) -> bool:
     return type(size).__name__ == "FloorDiv"
 

@@ -14,10 +14,10 @@ from typing import Any, TypeAlias
 import sympy
 import torch
 
-from graphpass.compat import symbolic
 from graphpass.compat.nnmodules import where_of
 from graphpass.ledger import PaddingFinding
 from graphpass.padding.interpreter import Interpretation, input_values, interpret
+from graphpass.padding.program import size_of
 from graphpass.padding.proof import PaddingProof, decided, findings_of_results
 from graphpass.padding.sizes import Question, Sizes, as_size
 from graphpass.padding.values import PaddedValue, Size, TensorShape
@@ -239,9 +239,8 @@ def _unknown(value: PaddedValue, findings: Iterable[PaddingFinding]) -> PaddedVa
 
 def _shape_of(value: Any) -> TensorShape | Size | None:
     if isinstance(value, torch.Tensor):
-        return TensorShape(tuple(as_size(symbolic.expression_of(size)) for size in value.shape), value.dtype)
-    expression = symbolic.expression_of(value)
-    return None if expression is None else as_size(expression)
+        return TensorShape(tuple(map(size_of, value.shape)), value.dtype)
+    return size_of(value)
 
 
 def _fields_of(value: Abstract, sizes: Sizes) -> Iterator[str]:

@@ -54,6 +54,17 @@ class Biased(nn.Module):
         return x
 
 
+class Strided(Biased):
+    """The same behind convolutions: the length is a quotient, of which there are two forms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.Sequential(*(nn.Conv1d(4, 4, 3, 2, dtype=torch.float64) for _ in range(2)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.convs(x.mT).mT)
+
+
 def features(size: tuple[int, int]) -> tuple[torch.Tensor, ...]:
     return (torch.randn(*size, 4, dtype=torch.float64),)
 
@@ -75,11 +86,12 @@ def num_taken(function: Callable[..., Any], *args: torch.Tensor) -> tuple[int, i
     return None if found[0] is None else (len(found[0].others), len(found[0].copies))
 
 
-def test_it_pads_and_draws_as_before(compiled: Make) -> None:
-    model = Biased().eval()
+@pytest.mark.parametrize(("kind", "times"), [(Biased, 1), (Strided, 4)])
+def test_it_pads_and_draws_as_before(kind: type[Biased], times: int, compiled: Make) -> None:
+    model = kind().eval()
     fast = served(compiled, model)
-    for size in SIZES * 2:
-        (x,) = features(size)
+    for batch, length in SIZES * 2:
+        (x,) = features((batch, times * length))
         torch.manual_seed(3)
         with torch.no_grad():
             expected, after = model(x), torch.rand(1)

@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,14 +31,16 @@ GRID = torch.tensor([[1, 4, 4]])
 CLIP_OF_16 = {"pixel_values_videos": torch.ones(16, 96), "video_grid_thw": GRID}
 
 
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize(
     ("stock", "limits"),
     [(QWEN2_5_VL, (16, 4096, 32)), (QWEN3_VL, (16, 4096, 32)), (SIGLIP, (17, 1088, 64)), (CLIP, (18, 1152, 64))],
 )
-def test_by_what_the_forward_takes(stock: Tower, limits: tuple[int, ...]) -> None:
+def test_by_what_the_forward_takes(stock: Tower, limits: tuple[int, ...], mode: Callable[[], Any]) -> None:
     tower = stock.build(CPU)
     tower.__class__ = type("Derived", (type(tower),), {})
-    adapter = adapter_for(tower)
+    with mode():
+        adapter = adapter_for(tower)
     assert isinstance(adapter, TowerAdapter)
     config = adapter.get_encoder_cudagraph_config()
     assert (*adapter.get_encoder_cudagraph_budget_range(), config.max_items) == limits
