@@ -135,7 +135,6 @@ class CallForms:
 
 
 def _typed(error: BaseException) -> GraphpassError:
-    """The graphpass error that Dynamo wrapped, or a ``CaptureError`` for an error of Dynamo itself."""
     within: BaseException | None = error
     while within is not None:
         inner = getattr(within, "inner_exception", within)
@@ -192,7 +191,6 @@ def _function_of_form(
 
 
 def _parameter_names(called: Callable[..., Any], count: int) -> list[str]:
-    """Names for the first ``count`` positional arguments: the parameters' names, or generated ones."""
     names: list[str] = []
     with contextlib.suppress(ValueError, TypeError):  # a builtin has no signature
         for parameter in inspect.signature(called).parameters.values():

@@ -6,8 +6,6 @@ asyncio task has its own. Read it inside opaque ops, because Dynamo cannot trace
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import Any
@@ -71,27 +69,17 @@ class entered:  # noqa: N801 - a context manager, named like one
 
     __slots__ = ("_context", "_token")
 
-    def __init__(self, context: ForwardContext) -> None:
+    def __init__(self, context: ForwardContext | None) -> None:
         self._context = context
         self._token: Token[ForwardContext | None] | None = None
 
     def __enter__(self) -> ForwardContext:
         self._token = _forward_context.set(self._context)
-        return self._context
+        return self._context  # type: ignore[return-value]  # None for those who read none
 
     def __exit__(self, *_: object) -> None:
         assert self._token is not None
         _forward_context.reset(self._token)
-
-
-@contextmanager
-def without_context() -> Iterator[None]:
-    """Unset the context for the body of the ``with``; the previous one is restored by token."""
-    token = _forward_context.set(None)
-    try:
-        yield
-    finally:
-        _forward_context.reset(token)
 
 
 def set_forward_context(

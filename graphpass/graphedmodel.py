@@ -156,8 +156,6 @@ class GraphedModel:
 
 
 class _GraphedFunction(GraphedModel):
-    """A graphed function, in contrast to a graphed module."""
-
     __slots__ = ("__dict__", "__weakref__", "_graphed")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -259,14 +257,13 @@ def _captured_examples(
         remedy = "pass an example whose dynamic sizes are at least 2 and differ from the model's other sizes"
         if not isinstance(compiled, GraphedModel):
             remedy += ", and compile with dynamic=True"
-        error = CaptureError(
-            "one size would be captured, and on_fallback is 'error'",
+        Fallbacks(runtime, settings.on_fallback).report(
+            "one size was captured ahead of the calls: the sizes of the example are constants in its graph",
             expected="an example whose sizes are symbols in its graph",
             found=f"a graph of {keys[0][0].name} for {keys[0][1]} alone",
             remedy=remedy,
+            at=keys[0][0].name,
         )
-        text = "one size was captured ahead of the calls: the sizes of the example are constants in its graph"
-        Fallbacks(runtime, settings.on_fallback).report(text, error, at=keys[0][0].name)
     with runtime.capturing(), capture_progress(keys, settings.progress) as progress:
         for callable_, key, call_args in progress:
             progress.set_postfix_str(f"{callable_.name} {key}")
@@ -302,7 +299,6 @@ def _distinct(reached: Sequence[ReachedCall]) -> dict[ReachedCallable, tuple[Any
 
 
 def _fields_of_size_one(settings: Settings) -> dict[str, dict[int, str]]:
-    """The declared dimensions, {argument: {dimension: key field}}, of the key fields that have size 1 to capture."""
     dims, ladders = settings.dynamic_dims, settings.capture_sizes
     return {name: {d: f for d, f in of.items() if 1 in ladders.get(f, (1,))} for name, of in dims.items()}
 

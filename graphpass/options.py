@@ -194,12 +194,14 @@ class Fallbacks:
         self._runtime = runtime
         self._on_fallback = on_fallback
 
-    def report(self, text: str, error: CaptureError, *, at: str = "", is_recorded: bool = False) -> None:
+    def report(
+        self, text: str, *, expected: str, found: str, remedy: str, at: str = "", is_recorded: bool = False
+    ) -> None:
         """Report one fallback as the option says."""
         if self._on_fallback == "error":
-            raise error
+            raise CaptureError(f"{text}, and on_fallback is 'error'", expected=expected, found=found, remedy=remedy)
         is_silent = self._on_fallback == "silent"
-        self._runtime.warn(text, error.remedy, at=at, is_silent=is_silent, is_recorded=is_recorded)
+        self._runtime.warn(text, remedy, at=at, is_silent=is_silent, is_recorded=is_recorded)
 
     def report_uncompiled(self, seen: Callable[[], tuple[bool, list[Reason]]]) -> bool:
         """Count and report what Dynamo ran as it is in a call; returns whether the call has entered a graph at all."""
@@ -209,37 +211,33 @@ class Fallbacks:
         if not reasons and not has_entered:
             self._runtime.warn(_NO_GRAPH.why, _NO_GRAPH.remedy, is_recorded=True)
         for reason in reasons:
-            error = CaptureError(
-                "a call ran without a graph, or in part without one, and on_fallback is 'error'",
+            self.report(
+                f"no graph: {reason}",
                 expected="functions that Dynamo traces, and at most torch._dynamo.config.recompile_limit times each",
                 found=str(reason),
                 remedy=reason.remedy,
+                is_recorded=True,
             )
-            self.report(f"no graph: {reason}", error, is_recorded=True)
         return has_entered
 
     def report_late(self, found: str, name: str = "") -> None:
         """Report that a call compiles, although its model was captured ahead; ``name`` is that of the new callable."""
         found = found or "a call of another kind"
-        error = CaptureError(
-            "a call would compile while the model serves, and on_fallback is 'error'",
+        self.report(
+            "a call compiles while the model serves: it is of a kind that was not captured ahead",
             expected="calls of the kinds that were captured ahead",
             found=found,
             remedy="add its sizes to capture_sizes, or capture ahead with an example of its kind",
+            at=f"{name}, {found}".removeprefix(", "),
         )
-        text = "a call compiles while the model serves: it is of a kind that was not captured ahead"
-        self.report(text, error, at=f"{name}, {found}".removeprefix(", "))
 
     def report_never_full(self, reason: Reason) -> None:
         """Report that ``FULL`` was requested for a model that cannot be captured as a whole."""
         self.report(
             f"FULL is not possible, PIECEWISE instead: {reason}",
-            CaptureError(
-                "the model cannot be captured as a whole, and on_fallback is 'error'",
-                expected="a model without such an op, or mode='PIECEWISE'",
-                found=str(reason),
-                remedy=f"{reason.remedy}, or set mode='PIECEWISE' (in a manager's dispatcher)".removeprefix(", or "),
-            ),
+            expected="a model that can be captured as a whole, or mode='PIECEWISE'",
+            found=str(reason),
+            remedy=f"{reason.remedy}, or set mode='PIECEWISE' (in a manager's dispatcher)".removeprefix(", or "),
         )
 
 

@@ -248,7 +248,6 @@ class PaddedArguments:
 
 
 def _rows_of(padded: PaddedInput) -> list[torch.Tensor]:
-    """The real part of a buffer, and each row of its padding."""
     return [padded.real, *(padded.buffer[-padded.num_repeats :].split(1) if padded.num_repeats else ())]
 
 

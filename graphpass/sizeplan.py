@@ -136,12 +136,10 @@ def _possible_rungs(
 
 
 def _served(weights: NDArray[np.float64], ends: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The weight of each segment, for the segments that end at ``ends``."""
     return np.add.reduceat(weights, np.concatenate(([0], ends[:-1] + 1)))
 
 
 def _with_last(ends: NDArray[np.int64], kept: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """The ``ends`` selected by the mask, and always the last one."""
     return np.append(ends[:-1][kept[:-1]], ends[-1])
 
 

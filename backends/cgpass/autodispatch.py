@@ -146,7 +146,6 @@ class AutoDispatcher:
         return reason
 
     def _failed(self, key: RecurringKey, error: BaseException) -> Reason:
-        """Record that the capture of a key failed; its later calls run without a graph for the returned reason."""
         key.refusal = of_failure(error, self._failures, self._name, self._rules.keys.named(key.sizes))
         size = self._calls.exact.find(key.sizes) if key.is_exact else None
         if size is not None:
@@ -169,7 +168,6 @@ class AutoDispatcher:
         return self._call_of(args)
 
     def _serving(self, call: ServedCall, size: RecurringSize, args: Sequence[Any]) -> ServedCall | Reason:
-        """What serves a call of a size that may recur: padding, its own graph, or none."""
         is_due, has_own = size.replays >= size.asks_at, size.own_bytes is not None
         if not (is_due or has_own):
             return call
@@ -260,7 +258,6 @@ class AutoDispatcher:
 
     @contextlib.contextmanager
     def _permission(self, key: RecurringKey) -> Iterator[None]:
-        """Permit the capture of a key inside the ``with`` block; afterwards, record whether it succeeded."""
         with self._runtime.scopes.held(is_automatic=True) as scope:
             if scope is None:
                 raise NoGraphNowError(BUSY)

@@ -15,7 +15,7 @@ from graphpass.capture.scope import CallObserver, ReachedCall
 from graphpass.capture.settings import restoring
 from graphpass.compat import dynamo, memory, operators, processgroups, saving, trees
 from graphpass.compile import CompiledRegion, WaitingFunction
-from graphpass.context import ForwardContext, current_context, without_context
+from graphpass.context import ForwardContext, current_context, entered
 from graphpass.errors import CaptureError, ContextError, ShapeError
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.options import Settings
@@ -144,7 +144,6 @@ class GraphedCallable:
         return self._observed(observer, args, outputs, plan)
 
     def _compile_waiting(self, context: ForwardContext | None) -> None:
-        """Compile what has waited for a second call, or for a call that needs it now."""
         is_first = self.runtime.given_up.entered[self.name] == 1
         if is_first and context is None and self.runtime.scopes.current() is None:  # guard: compiled_when_needed
             return
@@ -165,7 +164,6 @@ class GraphedCallable:
         return self._as_traced(args, text, remedy, at=self.name)
 
     def _as_traced(self, args: tuple[Any, ...], text: str, remedy: str, at: str) -> Any:
-        """Run a call as it was traced, on uncompiled code, which a warning says."""
         self.runtime.warn(text, remedy, at=at)
         return self.partition.bind({r.name: r.graph_module.forward for r in self.partition.regions})(*args)
 
@@ -181,7 +179,7 @@ class GraphedCallable:
         if context is not None and context.capture is not None:
             return self._stitched(*args)
         if context is not None:  # set by the dispatcher of an enclosing callable, which holds the pool lease
-            with without_context():
+            with entered(None):
                 return self._without_user_context(None, args)
         if self._auto is not None:
             return self._auto.call(args, self.runtime.scopes.current())
@@ -214,5 +212,4 @@ class GraphedCallable:
 
 
 def _is_at_key(context: ForwardContext | None) -> bool:
-    """Whether a user's context names the key of a call."""
     return context is not None and bool(context.runtime_mode) and context.capture is None and context.owner is None

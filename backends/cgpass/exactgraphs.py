@@ -9,7 +9,7 @@ from dataclasses import astuple
 
 from cgpass.keyrules import AutoRules
 from cgpass.wrappers import CallableGraphs
-from graphpass.capture.cuda import PROCESS_MEMORY, total_bytes
+from graphpass.capture.cuda import total_bytes
 from graphpass.dispatch.owngraphs import (
     MOST_LOSSES,
     NO_ROOM,
@@ -38,7 +38,7 @@ class ExactGraphs(RecurringSizes):
         self._ranks: Lockstep | None = self._runtime.lockstep.get(self._name)
         compiled = [record.seconds for record in self._runtime.callables() if record.name == self._name]
         super().__init__(
-            PROCESS_MEMORY.shared(OwnGraphs, graphs.device),
+            OwnGraphs.on(graphs.device),
             bytes_allowed(settings.graph_bytes, total_bytes(graphs.device), has_ladder=bool(settings.capture_sizes)),
             is_timed=is_timed,
             spent=sum(map(sum, map(astuple, compiled))) * is_timed,

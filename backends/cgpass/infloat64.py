@@ -58,8 +58,6 @@ def _narrow(value: Any, traced: Any) -> Any:
 
 
 class _InFloat64(operators.TorchDispatchMode):
-    """Gives operators float64 where they get or ask for a narrower type."""
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = operators.schema_of(func).name
         leaves, structure = trees.flatten((args, kwargs or {}))
@@ -74,7 +72,6 @@ class _InFloat64(operators.TorchDispatchMode):
 
 class _Interpreter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
-        """Run one node, in float64 if it can."""
         if n.op in ("placeholder", "get_attr", "output"):
             return super().run_node(n)
         try:

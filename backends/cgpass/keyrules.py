@@ -172,7 +172,6 @@ def nodes_of(parts: Partition) -> Iterator[fx.Node]:
 
 
 def _calls(parts: Partition, part_of_name: str) -> bool:
-    """Whether a node calls a function whose module or name contains ``part_of_name``."""
     return any(
         part_of_name in f"{getattr(node.target, '__module__', '')}.{node.target}"
         for node in nodes_of(parts)
@@ -183,7 +182,6 @@ def _calls(parts: Partition, part_of_name: str) -> bool:
 def _obstacles(
     parts: Partition, sizes: GraphSizes, outputs: GraphOutputs, proof: PaddingProof, settings: Settings
 ) -> Iterator[tuple[Size, Reason | None]]:
-    """Each size of call arguments, and what stands against padding it: nothing if it is proved."""
     never = parts.never_padded()  # guard: exchanged_memory_padded
     uncut = {size.name: at for at, own in outputs.by_data.items() for size in sizes.sizes if size.symbol in own}
     for size in sizes.sizes:
@@ -202,7 +200,6 @@ def _obstacles(
 
 
 def _unproved(size: Size, parts: Partition, proof: PaddingProof, settings: Settings) -> Reason:
-    """Why no proof covers a size, and the remedy."""
     findings = [finding for finding in proof.findings if finding.field == size.name]
     if not (settings.makes_padding() and findings and not _is_known(findings[0])):
         findings.sort(key=lambda finding: bool(finding.remedy))  # what no remedy helps comes first

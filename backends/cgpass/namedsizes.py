@@ -335,8 +335,6 @@ def _named_sizes(
 
 @dataclass(frozen=True, slots=True)
 class _FieldNames:
-    """The key fields of the symbols in the shapes of a graph's inputs."""
-
     declared: tuple[tuple[Expression, str], ...]  #: (size, key field) of each dimension that ``dynamic_dims`` declares
     #: symbol -> (position, dimension) of the first call argument, no parameter or buffer, that has it
     homes: Mapping[sympy.Symbol, tuple[int, int]]

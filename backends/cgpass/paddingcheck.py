@@ -171,7 +171,6 @@ def _fault_of_sizes(
 
 
 def _largest(tensor: torch.Tensor, where: torch.Tensor) -> float:
-    """The largest finite magnitude among some entries."""
     return float(in_double(tensor).abs().nan_to_num(0.0, 0.0, 0.0).masked_fill(~where, 0.0).max())
 
 
@@ -189,7 +188,6 @@ class _OtherContents:
         self._indices: dict[tuple[int, int], torch.Tensor] = {}
 
     def fill(self, padded: PaddedInput) -> None:
-        """Write other contents to the padding of one input."""
         buffer = padded.buffer
         if buffer.dtype is torch.bool:  # a mask that marks the padding must stay correct
             return

@@ -6,8 +6,9 @@ what other regions made for anything, so equal layers share a decision and an ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import sympy
@@ -25,52 +26,55 @@ from graphpass.regions.split import Partition
 from graphpass.regions.symbols import REAL_SIZES
 
 
-@dataclass(frozen=True, slots=True)
-class PaddingPasses:
-    """The passes over the regions of one graph."""
-
-    parts: Partition
-    fields: Mapping[sympy.Symbol, str]  #: candidate symbol -> key field
-    declared: Mapping[str, float | int | bool | None]  #: input -> what the user says that its padding holds
-    entries: Mapping[sympy.Symbol, int]  #: symbol -> its entry in the real sizes; empty if no padding is made
-    free: frozenset[str]  #: the inputs whose padding nobody has decided
-    compiler: str
-
-    @classmethod
-    def of(
-        cls, parts: Partition, sizes: GraphSizes, settings: Settings, entries: Mapping[sympy.Symbol, int]
-    ) -> PaddingPasses:
-        """The passes over a partitioned graph; ``entries`` are those of the appended real sizes."""
-        fields = {size.symbol: size.name for size in sizes.sizes if size.is_of_calls and size.symbol in entries}
-        constants = declared_constants(parts, sizes, settings)
-        declared = {parts.inputs[position].name: constant for position, constant in constants.items()}
-        free = {given.name for given in parts.inputs if not given.is_static and given.shown not in settings.padding}
-        entries = {} if parts.never_padded() is not None else entries
-        return cls(parts, fields, declared, entries, frozenset(free), settings.compiler)
-
-    def __call__(self, region: Region) -> RegionPadding:
-        """The pass over one region."""
-        return RegionPadding(self, region)
+def padding_passes(
+    parts: Partition, sizes: GraphSizes, settings: Settings, entries: Mapping[sympy.Symbol, int]
+) -> Callable[[Region], RegionPadding]:
+    """The passes over the regions of a graph; ``entries`` are those of the appended real sizes, by symbol."""
+    fields = {size.symbol: size.name for size in sizes.sizes if size.is_of_calls and size.symbol in entries}
+    constants = declared_constants(parts, sizes, settings)
+    declared = {parts.inputs[position].name: constant for position, constant in constants.items()}
+    free = {given.name for given in parts.inputs if not given.is_static and given.shown not in settings.padding}
+    entries = {} if parts.never_padded() is not None else entries
+    return partial(RegionPadding, parts, fields, declared, entries, free, settings.compiler)
 
 
 class RegionPadding:
-    """The pass over one region: see :class:`graphpass.compile.compilers.RegionPass`."""
+    """The pass over one region: see :class:`graphpass.compile.compilers.RegionPass`.
 
-    def __init__(self, passes: PaddingPasses, region: Region) -> None:
+    Args:
+        parts: the graph.
+        fields: {candidate symbol: key field}.
+        declared: {input: what the user says that its padding holds}.
+        entries: {symbol: its entry in the real sizes}; empty if no padding is made.
+        free: the inputs whose padding nobody has decided.
+        compiler: its name.
+        region: the region.
+    """
+
+    def __init__(
+        self,
+        parts: Partition,
+        fields: Mapping[sympy.Symbol, str],
+        declared: Mapping[str, float | int | bool | None],
+        entries: Mapping[sympy.Symbol, int],
+        free: Collection[str],
+        compiler: str,
+        region: Region,
+    ) -> None:
         placeholders = list(region.graph_module.graph.find_nodes(op="placeholder"))
         self._inputs = list(map(symbolic.example_value, placeholders))
         self._real_sizes = [position for position, node in enumerate(placeholders) if REAL_SIZES in node.meta]
         # What a region writes to may overlap another input, if a caller passes it: then no artifact runs.
-        given = {graph_input.name for graph_input in passes.parts.inputs}
+        given = {graph_input.name for graph_input in parts.inputs}
         written = {region.inputs[position] for position in region.mutated_inputs}
         can_make = bool(self._real_sizes) and given.isdisjoint(written)  # guard: made_without_writes
-        self._fields, self._entries = passes.fields, passes.entries if can_make else {}
-        self._is_only = len(passes.parts.regions) == 1
+        self._fields, self._entries = fields, entries if can_make else {}
+        self._is_only = len(parts.regions) == 1
         named = list(enumerate(region.inputs)) if self._is_only else []
         #: what the padding of inputs holds, by position; those of which nobody has decided it
-        self._declared = {position: passes.declared[name] for position, name in named if name in passes.declared}
-        self._free = frozenset(position for position, name in named if name in passes.free)
-        self._compiler = passes.compiler
+        self._declared = {position: declared[name] for position, name in named if name in declared}
+        self._free = frozenset(position for position, name in named if name in free)
+        self._compiler = compiler
         self.changed: fx.GraphModule | None = None
         self.decisions: tuple[tuple[str, str, str], ...] = ()
         self.key = self._key()
@@ -124,7 +128,6 @@ class RegionPadding:
 
 
 def _copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """A copy of a graph, and {node: its copy}."""
     copy, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     copy.output(copy.graph_copy(graph, copies))
     return copy, copies

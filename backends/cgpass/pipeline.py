@@ -25,7 +25,7 @@ from cgpass.graphrecord import region_records, report_graph, size_records
 from cgpass.infloat64 import region_in_float64
 from cgpass.keyrules import calls_collectives, dispatched
 from cgpass.namedsizes import GraphSizes, unify_sizes, unmatched_names
-from cgpass.paddingpass import PaddingPasses
+from cgpass.paddingpass import padding_passes
 from cgpass.wrappers import CompiledGraph
 from graphpass.capture.runtime import GraphRuntime, runtime_of_compiler
 from graphpass.compat import dynamo, nnmodules, operators, saving, sideeffects, symbolic
@@ -127,7 +127,7 @@ def _captured(
     sizes = GraphSizes.of(parts, settings, is_first=is_first)
     # Proofs need aten graphs, and are about symbolic sizes. Without a trace the compiler uses its cache of AOT graphs.
     entries = {} if traced.appended is None or traced.appended.sizes is None else traced.appended.sizes.entries
-    trace = PaddingPasses.of(parts, sizes, settings, entries) if parts.has_symbols() else None
+    trace = padding_passes(parts, sizes, settings, entries) if parts.has_symbols() else None
     dynamo.forget_arguments(traced.whole.graph)
     compiled = _compiled(name, parts, sizes, trace, runtime, settings)
     known = runtime.owned(CallableCache).get(traced.key)
@@ -283,8 +283,6 @@ def _compiling(settings: Settings) -> Callable[[], contextlib.AbstractContextMan
 
 @dataclass(frozen=True, slots=True)
 class _Traced:
-    """A copy of Dynamo's graph, ready to be partitioned."""
-
     whole: fx.GraphModule  #: the copy, without unused tensor inputs and with appended ones
     lists: ListEntries  #: Dynamo's arguments that are lists; all else counts their entries as arguments
     floats: FloatInputs  #: the Python floats among the arguments
@@ -455,7 +453,6 @@ def _returns_flat(graph_module: fx.GraphModule) -> bool:
 
 
 def _drop_unread_inputs(graph_module: fx.GraphModule) -> list[int]:
-    """Erase unused tensor inputs, so that they are not copied; return the positions of the remaining inputs."""
     taken = []
     for position, node in enumerate(graph_module.graph.find_nodes(op="placeholder")):
         if node.users or not isinstance(symbolic.example_value(node), torch.Tensor):

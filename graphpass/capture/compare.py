@@ -92,7 +92,6 @@ def _plainly(runnable: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
 def _compiler_check(
     key: str, device: torch.device, region: str, runnable: Any, args: Sequence[Any]
 ) -> Callable[[Any], None] | None:
-    """What checks that a compiled region has returned what its traced graph returns for the same inputs."""
     traced = getattr(runnable, "uncompiled", None)
     if traced is None:
         return None

@@ -13,14 +13,13 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from graphpass.compat import memory
 from graphpass.compat.driver import checked, driver
 
-_Shared = TypeVar("_Shared")
 PoolId = tuple[int, int]
 _TIMED_REPLAYS = 3
 # To tune: warm-ups of a captured function, rounds of replays, duration of a round, and most replays in it.
@@ -426,15 +425,6 @@ class ProcessMemory:
         self._pools: set[PoolId] = set()
         self._closed: set[PoolId] = set()
         self._streams: set[int] = set()
-        self._shared: dict[tuple[type, torch.device], Any] = {}
-
-    def shared(self, kind: type[_Shared], device: torch.device) -> _Shared:
-        """This process's single instance of ``kind`` for a device, created at first use."""
-        with self._lock:
-            found: _Shared | None = self._shared.get((kind, device))
-            if found is None:
-                found = self._shared[kind, device] = kind()
-            return found
 
     def add_pool(self, pool: PoolId) -> None:
         """Count ``pool`` as graphpass's own."""

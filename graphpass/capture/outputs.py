@@ -137,7 +137,6 @@ def clone_pool_tensors(outputs: Sequence[Any], pool_storages: Collection[int]) -
 
 
 def _groups_by_storage(outputs: Sequence[Any], storages: Collection[int]) -> tuple[tuple[int, ...], ...]:
-    """Indices of the tensors that lie in one of ``storages``, grouped by storage."""
     groups: dict[int, list[int]] = {}
     for index, output in enumerate(outputs):
         if isinstance(output, torch.Tensor) and storage_id(output) in storages:

@@ -226,7 +226,6 @@ class Recorder:
 
     @property
     def _ranks(self) -> Any:
-        """The ranks that capture the region together, a ``graphpass.ranks.lockstep.Lockstep``; None if none do."""
         return self.runtime.lockstep.get(self.region.callable)
 
     def _wait_for_ranks(self) -> None:
@@ -444,7 +443,6 @@ class _Body:
         self.launch_s = math.inf  # host seconds of the fastest run
 
     def __call__(self) -> list[Any]:
-        """Run the region; the flat outputs, followed by the observed outputs of inner regions."""
         observed = self._inside.observed
         if observed is not None:
             observed.clear()

@@ -340,6 +340,7 @@ class InputPlan:
     _targets: list[torch.Tensor] = field(init=False)  # the buffers with each element once
     _fits: tuple[tuple[Any, ...], ...] = field(init=False)
     _expanded: tuple[int, ...] = field(init=False)  # indices of staged inputs of which some elements are one in memory
+    _strides: tuple[tuple[int, tuple[int, ...]], ...] = field(init=False)  # of those, and of viewed inputs
     _copies: Copies = field(init=False)
     # A native check of layouts, made from the first arguments that have passed the slow one.
     _has_layouts: Callable[..., bool] | None = field(init=False, default=None)
@@ -349,6 +350,8 @@ class InputPlan:
         targets = self._targets = [distinct_elements(buffer, name=self.names[p]) for p, buffer in self.staged]
         self._fits = tuple((p, buffer.shape, buffer.dtype, buffer.device) for p, buffer in self.staged)
         self._expanded = tuple(i for i, (_, buffer) in enumerate(self.staged) if targets[i].shape != buffer.shape)
+        expanded = tuple((self.staged[i][0], self.staged[i][1].stride()) for i in self._expanded)
+        self._strides = (*expanded, *self.viewed_strides)
         self._copies = grouped_copies(targets, targets)
 
     def __bool__(self) -> bool:
@@ -394,14 +397,14 @@ class InputPlan:
             leaf = args[position]
             if leaf.shape != shape or leaf.dtype != dtype or leaf.device != device:  # guard: staged_dtype, staged_shape
                 raise self._does_not_fit(position, leaf, f"{tuple(shape)} {dtype} on {device}")
-        for index in self._expanded:
-            position, buffer = self.staged[index]
-            if args[position].stride() != buffer.stride():  # guard: expanded_strides
+        for position, strides in self._strides:
+            if args[position].stride() != strides:  # guard: input_strides
                 raise ShapeError(
-                    f"input {self.names[position]} is not expanded as it was at capture",
-                    expected=f"strides {buffer.stride()}",
-                    found=f"strides {args[position].stride()}",
-                    remedy="expand it the same way, or pass tensor.contiguous() from the first call on",
+                    f"input {self.names[position]} of {self.owner} has other strides than at capture",
+                    expected=f"{strides}: it is expanded, or an output is a view of it",
+                    found=str(args[position].stride()),
+                    remedy="pass it in the same layout; expand it the same way, or pass tensor.contiguous() from the "
+                    "first call on",
                 )
         for position, value in self.constants:
             found = args[position]
@@ -416,14 +419,6 @@ class InputPlan:
             tensors = [args[position] for position, _ in self.layouts]
             if self._has_layouts is None or not self._has_layouts(*tensors):
                 self._check_layouts(tensors)
-        for position, strides in self.viewed_strides:
-            if args[position].stride() != strides:  # guard: viewed_strides
-                raise ShapeError(
-                    f"input {self.names[position]} of {self.owner} has other strides than at capture",
-                    expected=str(strides),
-                    found=str(args[position].stride()),
-                    remedy="pass it in the same layout: an output is a view of it",
-                )
         if self.pool_inputs:
             self._check_pool_inputs(args)
 

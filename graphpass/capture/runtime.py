@@ -54,8 +54,6 @@ _Owned = TypeVar("_Owned")
 
 
 class _Owner(Protocol):
-    """The graphs of a wrapper, or a dispatcher of calls without a context, which owns padded inputs."""
-
     def buffer_bytes(self) -> int: ...
     def close(self) -> None: ...
 
@@ -133,7 +131,6 @@ class GraphRuntime:
 
     @contextlib.contextmanager
     def _hidden(self) -> Iterator[None]:
-        """Replace the pool by a new one on the same device, and hide all graphs, for the body of the ``with``."""
         held, before = self.lease, self._alive()
         restores = [table.hide() for table in self._tables()]
         tables = self.ledger.tables.copy()

@@ -180,7 +180,6 @@ class _Tape(operators.TorchDispatchMode):
         return result
 
     def resume_recording(self, runnable: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Record the graph that runs inside of :meth:`call_compiled`."""
         announced, self._announced = self._announced, None
         assert announced is not None
         with self.recording():
@@ -191,7 +190,6 @@ class _Tape(operators.TorchDispatchMode):
 
     @property
     def is_paused(self) -> bool:
-        """Whether compiled code runs outside of the tape at present."""
         return self._announced is not None
 
 

@@ -215,7 +215,6 @@ class CUDAGraphWrapper:
         return entry.build_result(results)
 
     def _first_replay(self, plan: ReplayPlan, leaves: list[Any], descriptor: BatchDescriptor) -> Any:
-        """Replay a graph right after its capture, and keep the host time, for the estimate of the time saved."""
         start_s = time.perf_counter()
         replayed = plan.run(leaves, self._runtime.lease)
         row = self.replays(descriptor)
@@ -329,7 +328,6 @@ class CUDAGraphWrapper:
         *,
         is_serving: bool,
     ) -> frozenset[int]:
-        """Positions that the next graph of a key may bake in, after static inputs have moved."""
         at = f"{self.region} {descriptor} ({', '.join(call.names[p] for p in moved[:3])})"
         inside = (call.sharing(call.static) - call.static).intersection(moved)
         if num_own < MAX_STATIC_SETS:  # guard: max_static_sets
@@ -350,7 +348,6 @@ class CUDAGraphWrapper:
         return call.static - set(moved)
 
     def _positions_after_freed(self, descriptor: BatchDescriptor, key: KeyEntries, call: Call) -> frozenset[int]:
-        """Positions that the next graph of a key may bake in, after a parameter or buffer was replaced by another."""
         at = f"{self.region} {descriptor} ({', '.join(call.names[p] for p in sorted(key.freed)[:3])})"
         keeps_moving = {p for p, times in key.freed_soon.items() if times >= MAX_STATIC_SETS}
         if keeps_moving & key.freed:

@@ -105,7 +105,6 @@ def _command(run: Callable[..., Result]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def _exit_codes() -> Iterator[None]:
-    """Turn errors in the body into a message on stderr and an exit code."""
     try:
         yield
     except GraphpassError as error:

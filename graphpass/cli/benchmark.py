@@ -131,7 +131,6 @@ def bench(program: Program, options: Mapping[str, Any], compiler: str, *, rounds
 
 
 def _variants(program: Program, options: Mapping[str, Any], compiler: str) -> dict[str, Callable[..., Any] | str]:
-    """{way to run the model: the model, or why it cannot run here}."""
     on_gpu = program.device.type == "cuda"
     compiled = torch.compile(entry_of(program.model), backend=compiler)
     used = {"compiler": compiler, **options}

@@ -52,7 +52,6 @@ def cache(action: str, directory: Path, days: float | None) -> Result:
 
 
 def _why_unusable(file: SavedFile) -> str | None:
-    """Why a file is of no use on this machine, whatever model asks for it."""
     if file.problem is not None:
         return file.problem.why
     import torch

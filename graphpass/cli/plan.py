@@ -109,7 +109,6 @@ def _strided(largest: int, stride: int) -> tuple[int, ...]:
 def _measured(
     name: str, sizes: tuple[int, ...], histogram: Mapping[int, float], bytes_of: Mapping[int, float]
 ) -> dict[str, Any]:
-    """What a ladder costs: padding as a share of the computed rows, and the mean of those rows for a batch."""
     seen = np.array(sorted(histogram), dtype=np.float64)
     weights = np.array([histogram[size] for size in sorted(histogram)], dtype=np.float64)
     ladder = np.array(sizes, dtype=np.float64)

@@ -238,7 +238,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _of_config(content: Mapping[str, Any], overrides: Sequence[str]) -> Any:
-    """A model of transformers with random weights, of the architecture that the configuration names."""
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
@@ -274,7 +273,6 @@ def _of_config(content: Mapping[str, Any], overrides: Sequence[str]) -> Any:
 
 
 def _instead_of(name: str, known: Iterable[str]) -> str:
-    """The remedy for a model type that transformers does not have."""
     if Path(f"{name}.py").is_file():
         return f"name the function that returns (model, inputs): {name}:FUNCTION"
     return did_you_mean(name, known, otherwise=_REMEDY)

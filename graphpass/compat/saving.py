@@ -100,8 +100,6 @@ def _pickler() -> Any:
     from torch.fx._graph_pickler import GraphPickler
 
     class Pickler(GraphPickler):
-        """Pickles graph modules, fake tensors, artifacts and code; refuses tensors with contents."""
-
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, types.CodeType):
                 return marshal.loads, (marshal.dumps(obj),)

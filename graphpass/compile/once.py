@@ -278,7 +278,6 @@ def _traced(region: Any, structure: Structure, trace: TraceFunction) -> RegionTr
 
 
 def _assume(structure: Structure, artifact: CompiledRegion) -> bool:
-    """Add the artifact's guards to the graph of ``structure``; False if one of them does not hold there."""
     return symbolic.guard_on(structure.shape_env, structure.own(artifact.guards))
 
 

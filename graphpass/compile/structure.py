@@ -76,8 +76,6 @@ class _Itself:
 
 
 class _StructureReader:
-    """Reads one region; owns the numbering of its nodes and symbols."""
-
     def __init__(self, graph_module: fx.GraphModule, ignores_numbers: Callable[[Any], bool]) -> None:
         self._owner, self._ignores_numbers = graph_module, ignores_numbers
         self._numbers: dict[fx.Node, int] = {}

@@ -251,7 +251,6 @@ class TunedRegion:
 
 
 def _tried(ranges: tuple[int, ...], where: str, progress: bool | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, settings) of what is tried, in order, with a progress bar."""
     names = [_STATIC] if ranges and not any(ranges) else []
     names += configuration.settings_that_are_off(SETTINGS)
     with progress_bar(names, progress, desc=f"tuning {where}", unit="variant") as bar:
@@ -261,8 +260,6 @@ def _tried(ranges: tuple[int, ...], where: str, progress: bool | None) -> Iterat
 
 
 class _Contest:
-    """Variants of one region on the arguments of one call, each against the best before it."""
-
     def __init__(
         self,
         measurement: Measurement,
@@ -316,7 +313,6 @@ class _Contest:
         return None
 
     def close(self) -> None:
-        """Restore the written inputs and free all memory."""
         self._restored()
         for run in {id(run): run for run in self._runs.values()}.values():
             run.close()
@@ -343,7 +339,6 @@ class _Contest:
         return [result.clone() for result in run.results]
 
     def _disagrees(self, run: Run) -> str | None:
-        """Why a variant's results are not as right as the untuned region's; None if they are."""
         found = self._results(run)
         # guard: tuning_layouts
         if _layouts(run.results, self._args) != _layouts(self._runs[UNTUNED].results, self._args):

@@ -35,8 +35,6 @@ _Answer: TypeAlias = tuple[Key, Dispatch, Dispatch] | DispatchReason
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """The keys for batches of one kind, and the answers given so far."""
-
     keys: tuple[Key, ...]  #: from small to large
     #: the sizes of all keys in each field, and the numbers of requests that they hold, ascending. Batches that fall
     #: between the same rungs fit the same keys.
@@ -394,7 +392,6 @@ class CudagraphDispatcher:
     def _eager(
         self, sizes: tuple[int, ...], reason: DispatchReason, allowed: frozenset[CUDAGraphMode] | None
     ) -> Dispatch:
-        """NONE with the unpadded shape; a DispatchError if NONE is not allowed."""
         if allowed is not None and CUDAGraphMode.NONE not in allowed:
             raise DispatchError(
                 f"no graph serves this batch, since {reason.explanation}",

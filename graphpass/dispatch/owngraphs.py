@@ -121,6 +121,11 @@ class OwnGraphs:
         self._lock = threading.Lock()
         self._owners: weakref.WeakSet[_HasGraphs] = weakref.WeakSet()
 
+    @classmethod
+    def on(cls, device: Hashable) -> OwnGraphs:
+        """Those of a device."""
+        return _ON_DEVICES.setdefault(device, cls())
+
     def adopt(self, owner: _HasGraphs) -> None:
         """Count the graphs of ``owner``, by weak reference."""
         with self._lock:
@@ -147,6 +152,9 @@ class OwnGraphs:
             return False
         least.drop()
         return self.num_bytes() + num_bytes <= limit  # not yet, if a forward uses its pool
+
+
+_ON_DEVICES: dict[Hashable, OwnGraphs] = {}
 
 
 # -- times -------------------------------------------------------------------------------------------------------------
@@ -397,7 +405,6 @@ class RecurringSizes:
         return size.recent_cost() / max(1e-9, self._clock() - self._since_s)
 
     def _verdict(self, size: RecurringSize) -> Serve:
-        """Whether the graph of a size is kept, once both times are known."""
         own_s, padded_s = size.replayed.measured(size.rows), size.replayed.measured(size.key_rows)
         if self._most is not None or own_s is None or padded_s is None:
             return Serve.OWN
@@ -426,7 +433,6 @@ class RecurringSizes:
         return Serve.PLAIN
 
     def _is_due(self, size: RecurringSize) -> bool:
-        """Whether the next call of a size captures a graph of its own."""
         if self._most is not None:  # guard: lockstep_by_counts
             return self._is_due_in_lockstep(size)
         replays, gain, capture_s, calls = size.replays - size.start, size.gain(), self._capture_s(size), self.calls()

@@ -265,7 +265,6 @@ class _Walk:
         return operators.is_mode_op(target)
 
     def leave_autocast(self, *entered: Any) -> None:
-        """Leave the autocast modes that these nodes entered."""
         _, leave = operators.autocast_pair()
         for node in entered:
             if (mode := self.autocasts.pop(node, None)) is not None:
@@ -419,7 +418,6 @@ def _is_view(node: fx.Node, fake_mode: Any) -> bool:
 
 
 def _nested_results(graph: fx.Graph) -> dict[int, SplitReason]:
-    """The memory of results that consist of several tensors, which a caller keeps."""
     outputs: Any = graph.output_node()
     results = [value_of(node) for node in outputs.all_input_nodes]
     wrappers = [value for value in results if is_made_of_tensors(value) and value.is_nested]

@@ -115,7 +115,6 @@ def _spans(body: Sequence[fx.Node]) -> list[tuple[int, int]]:
 
 
 def _paired_spans(body: Sequence[fx.Node]) -> list[tuple[int, int]]:
-    """Spans between enter and exit functions; an enter without an exit extends to the last node."""
     pairs = operators.mode_pairs()
     spans: list[tuple[int, int]] = []
     open_at: list[list[int]] = [[] for _ in pairs]

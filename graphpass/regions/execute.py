@@ -140,7 +140,6 @@ def execute(node: fx.Node, fake_mode: Any = None) -> Execution:
 
 
 def _fake_state(node: fx.Node, fake_mode: Any) -> dict[str, Any]:
-    """Parameters and buffers of a called module as detached fake tensors; empty for other nodes."""
     if node.op != "call_module":
         return {}
     module = owner_of(node).get_submodule(str(node.target))

@@ -106,7 +106,6 @@ class _Rewriting:
         self._items: dict[Any, fx.Node] = {}  # the symbol of a float -> the node that reads the float
 
     def visit(self, node: fx.Node) -> None:
-        """Replace the float that a node reads, or the numbers that it takes."""
         if node in self._floats:
             self._read(node, self._floats[node])
             return
@@ -201,7 +200,6 @@ class _Rewriting:
         made: list[fx.Node] = []
 
         def bound(of: Any) -> Any:
-            """Both bounds of a clamp are tensors."""
             if of is None or isinstance(of, fx.Node):
                 return of
             made.append(self._new(torch.full, ((), of), {"dtype": dtype, "device": self.device}, before=node))
@@ -214,7 +212,6 @@ class _Rewriting:
         return [*made, self._new(node.target, args, kwargs, before=node)]
 
     def _widened(self, node: fx.Node, dtype: torch.dtype) -> list[fx.Node]:
-        """Nodes that compute in float32 and round the result."""
         narrow = [argument for argument in node.all_input_nodes if argument not in self.numbers]
         wide = {argument: self._new("to", (argument, torch.float32), {}, before=node) for argument in narrow}
         args, kwargs = fx.map_arg(

@@ -115,7 +115,6 @@ class _PartitionRun:
         return found
 
     def with_findings(self, sizes: Sizes) -> tuple[Interpretation, tuple[PaddingFinding, ...]]:
-        """The interpretation of the whole graph, and the findings of its results."""
         run = self.interpretation(sizes)
         return run, findings_of_results(run, sizes, self._inputs(sizes), self.targets)
 
@@ -138,7 +137,6 @@ class _PartitionRun:
         return input_values([_shape_of(given.value) for given in self._parts.inputs], sizes, self._declared)
 
     def _through(self, region: Region, values: dict[str, Abstract], sizes: Sizes) -> Interpretation:
-        """Interpret one region: ``values`` has its inputs, and gets its outputs and what it wrote."""
         inputs = tuple(values.get(name) for name in region.inputs)
         graph = self._graphs.get(region.name)
         problem = "it was not traced" if graph is None else graph.problem
@@ -215,7 +213,6 @@ def _renamed(value: Abstract, names: Mapping[sympy.Basic, Any]) -> Any:
 
 
 def _opaque(region: Region, inputs: Sequence[Abstract], problem: str, sizes: Sizes) -> Interpretation:
-    """The results of a region without an aten graph: all of them depend on the padding of its inputs."""
     results: Any = region.graph_module.graph.output_node().args[0]
     fresh = input_values([_shape_of(value_of(node)) for node in results], sizes)
     fields = {name for value in (*inputs, *fresh) for name in _fields_of(value, sizes)}

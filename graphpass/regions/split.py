@@ -205,7 +205,6 @@ def _dimensions(size: fx.Node, symbols: Mapping[sympy.Symbol, fx.Node], fixed: b
 
 
 def _replace_size(size: fx.Node, dimensions: tuple[Any, ...], done: dict[fx.Node, tuple[Any, ...]]) -> None:
-    """Replace ``size`` by ``dimensions`` in all its users; erase the node if no user is left."""
     done[size] = dimensions
     for user in [user for user in size.users if user not in dimensions]:
         if user.target is operator.getitem and user.args[0] is size and not isinstance(user.args[1], fx.Node):

@@ -127,7 +127,6 @@ class SavedFiles:
                 (self.path / name).unlink()
 
     def _named(self, prefix: str, suffix: str) -> list[str]:
-        """The names that begin and end so, the newest first."""
         with contextlib.suppress(OSError):
             found = [(path.stat().st_mtime, path.name) for path in self.path.glob(f"{prefix}*{suffix}")]
             return [name for _, name in sorted(found, reverse=True)]
@@ -181,7 +180,6 @@ def _distrusted(path: Path, is_kind: Any, kind: str) -> Reason | None:
 
 
 def _parsed(data: bytes) -> tuple[dict[str, Any], bytes]:
-    """(header, contents) of a file; an empty header if it has none."""
     header, _, contents = data.removeprefix(_MAGIC).partition(b"\n")
     try:
         parsed = json.loads(header) if data.startswith(_MAGIC) else {}

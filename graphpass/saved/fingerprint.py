@@ -429,7 +429,6 @@ def modules(model: Any) -> Parts:
 
 
 def _function(model: Any) -> str:
-    """A function, or an object that is called like one."""
     try:
         return text_of(model)
     except saving.CannotSaveError:

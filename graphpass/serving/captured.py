@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
-from graphpass.capture.cuda import PROCESS_MEMORY, total_bytes
+from graphpass.capture.cuda import total_bytes
 from graphpass.capture.modelstate import ModelState
 from graphpass.capture.replay import ContextReads, ReplayPlan
 from graphpass.capture.scope import CallObserver
@@ -97,7 +97,7 @@ class CapturedKeys:
         self._padded: set[Key] = set()  # keys of recurring sizes that stay padded: their graphs fail or are no faster
         self._unused: dict[Key, int] = {}  # {key of a graph that is tried, or cannot be dropped: what counts for it}
         self._bytes = CaptureBytes()
-        self._shared = PROCESS_MEMORY.shared(OwnGraphs, model.inputs.device)
+        self._shared = OwnGraphs.on(model.inputs.device)
         self._shared.adopt(self)
 
     def missing(self) -> list[Key]:
@@ -114,7 +114,6 @@ class CapturedKeys:
         return contextlib.nullcontext() if self._ranks is None else self._ranks.capturing()
 
     def _on_some_rank(self, here: bool) -> bool:
-        """Whether a condition is true on this rank or on any other rank of the agreement."""
         return here if self._ranks is None else self._ranks.stops(here, len(self.missing()))
 
     # -- all of them --------------------------------------------------------------------------------------------------
@@ -439,7 +438,6 @@ class CapturedKeys:
         return [(mode, self._dispatcher.at_size(descriptor, num_tokens)) for mode, descriptor in alike]
 
     def _add_used(self) -> None:
-        """Add the keys of sizes that recurred in an earlier process with the same directory of ``warm_start``."""
         used = () if self._model.used is None or self._ranks is not None else self._model.used.keys
         if not used or "num_tokens" not in self._dispatcher.capture_fields:
             return

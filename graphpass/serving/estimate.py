@@ -408,7 +408,6 @@ def capture_within(
         return on_some_rank(max_bytes is not None and size > max_bytes)
 
     def fill() -> Key | None:
-        """Capture the wanted keys that should fit; stops at a key that did not fit and returns it."""
         for key in wanted:
             if exceeds(model.after(num_bytes(), captured, key)):
                 continue

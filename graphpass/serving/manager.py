@@ -24,7 +24,7 @@ from graphpass.compat import operators, processgroups, trees
 from graphpass.context import entered
 from graphpass.dispatch.dispatcher import CudagraphDispatcher
 from graphpass.dispatch.dispatchkeys import Dispatch, DispatchReason
-from graphpass.errors import CaptureError, OptionError, ShapeError, positive
+from graphpass.errors import OptionError, ShapeError, positive
 from graphpass.keys import BatchDescriptor, CUDAGraphMode, resolve_mode
 from graphpass.ledger import Ledger, Row, uncounted
 from graphpass.paddedcalls import run
@@ -351,7 +351,6 @@ class CudaGraphManager:
         return self._asked(batch)
 
     def _sizes_of(self, batch: Batch) -> dict[str, int]:
-        """The real size of each key field of the inputs; a ShapeError if one is no count or above the buffers."""
         sizes = {}
         for field, largest in self._inputs.largest.items():
             size = batch.num_tokens if field == "num_tokens" else batch.num_reqs
@@ -454,16 +453,15 @@ class CudaGraphManager:
         cause, why = (decision.reason, "") if step.agreed is None else (step.agreed.reason, step.agreed.why)
         if cause is not DispatchReason.EMPTY and cause is not DispatchReason.DISABLED:
             at = f"{decision.descriptor}, {why}" if why else str(decision.descriptor)
-            error = CaptureError(
-                "this batch has no graph, and on_fallback is 'error'",
+            how = "uncompiled and" if is_uncompiled else "compiled,"
+            model.fallbacks.report(
+                f"the batch runs {how} without a graph: {cause.explanation}",
                 expected="a batch that fits a captured key",
                 found=f"{decision.descriptor} ({decision.reason}): {why or cause.explanation}",
                 remedy=decision.reason.remedy or DispatchReason.AGREED.remedy,
+                at=at,
+                is_recorded=True,
             )
-            text = "the batch runs compiled, without a graph"
-            if is_uncompiled:
-                text = "the batch runs uncompiled and without a graph"
-            model.fallbacks.report(f"{text}: {cause.explanation}", error, at=at, is_recorded=True)
         with replay_settings():
             if decision.reason is not DispatchReason.EMPTY:
                 num_tokens, num_loras = batch.num_tokens or decision.descriptor.num_tokens, batch.num_active_loras
@@ -482,7 +480,6 @@ class CudaGraphManager:
     def _filled(
         self, step: _NextStep, real: RealInputs, batch: Batch, observer: CallObserver | None = None
     ) -> tuple[Any, entered]:
-        """Fill the buffers; returns the attention metadata, and the forward context for a ``with``."""
         model, mode, descriptor = self._model, step.decision.mode, step.decision.descriptor
         model.runtime.lease.order_after_last_forward()  # a replay on another stream may still be reading the buffers
         real.fill(batch.inputs)
@@ -503,7 +500,6 @@ class CudaGraphManager:
 
 
 def _stored(model: Model, recipe: Recipe, inputs: PaddedInputs) -> list[Any]:
-    """Run the compiled model, and copy its result to the buffers of the recipe; its leaves."""
     return recipe.store(model.compiled(**inputs.arguments), inputs.sizes)
 
 

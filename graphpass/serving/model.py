@@ -507,7 +507,6 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _field_of(error: BaseException, metadata: Any) -> str | None:
-    """The missing field of ``metadata`` that ``error`` names; None if the error has another reason."""
     if isinstance(error, AttributeError) and error.obj is metadata:  # guard: manager_metadata_fields
         return str(error.name)
     is_key = isinstance(error, KeyError) and isinstance(metadata, Mapping) and len(error.args) == 1

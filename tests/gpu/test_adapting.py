@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from graphpass import Batch
-from graphpass.capture.cuda import PROCESS_MEMORY
 from graphpass.dispatch.owngraphs import OwnGraphs
 from tests.gpu.shared import managed, rows_of
 
@@ -45,7 +44,7 @@ def test_a_graph_that_is_faster_serves_and_one_that_is_not_is_dropped(compiler: 
                 run(manager, num_tokens)
         stats = manager.runtime.stats()
         assert [key.num_tokens for _, key in manager.adapt()] == [64]
-        assert PROCESS_MEMORY.shared(OwnGraphs, manager.buffers["x"].device).num_bytes() < 64 << 20
+        assert OwnGraphs.on(manager.buffers["x"].device).num_bytes() < 64 << 20
         captured = manager.runtime.stats().captured
         assert captured == stats.captured + 2, "both sizes were tried"
         assert manager.adapt() == (), "and the slower one is not tried again"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from graphpass import GraphRuntime, precapture
-from graphpass.capture.cuda import PROCESS_MEMORY, CudaDevice
+from graphpass.capture.cuda import CudaDevice
 from graphpass.dispatch.owngraphs import OwnGraphs
 from tests.threads import in_threads
 
@@ -68,7 +68,7 @@ def exact(rt: GraphRuntime) -> set[int]:
 
 
 def graph_bytes() -> int:
-    return PROCESS_MEMORY.shared(OwnGraphs, torch.device("cuda", torch.cuda.current_device())).num_bytes()
+    return OwnGraphs.on(torch.device("cuda", torch.cuda.current_device())).num_bytes()
 
 
 @pytest.mark.alone

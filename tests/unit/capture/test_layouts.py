@@ -97,7 +97,7 @@ def test_expanded_inputs(rig: Any) -> None:
     rig.capture(wrapper, row.expand(3, 4))
     assert rig.runtime.buffer_bytes() == 256
     assert torch.equal(rig.call(wrapper, (row * 3).expand(3, 4)), (row * 3 + 1).expand(3, 4))
-    with pytest.raises(ShapeError, match=r"input mask is not expanded as it was.*\(0, 1\).*\(4, 1\)"):
+    with pytest.raises(ShapeError, match=r"input mask .*other strides.*\(0, 1\).*\(4, 1\)"):
         rig.call(wrapper, X)
     scalar = rig.captured(rig.wrap(lambda x: x + 1, name="scalar"), torch.ones(()).expand(3, 4))
     assert torch.equal(rig.call(scalar, torch.full((), 5.0).expand(3, 4)), torch.full((3, 4), 6.0))

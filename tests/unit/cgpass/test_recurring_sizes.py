@@ -13,7 +13,6 @@ from torch import nn
 import graphpass as gp
 from cgpass.paddingcheck import PaddedCall
 from graphpass import GraphRuntime
-from graphpass.capture.cuda import PROCESS_MEMORY
 from graphpass.compile import PlainRegion, chosen
 from graphpass.compile.tuning import SizedArtifact
 from graphpass.dispatch.owngraphs import OwnGraphs, RecurringSize, RecurringSizes, Serve
@@ -134,7 +133,7 @@ def test_a_graph_above_the_bound_goes_when_the_present_forward_ends(
 
 
 def shared_bytes() -> int:
-    return PROCESS_MEMORY.shared(OwnGraphs, torch.device("cpu")).num_bytes()
+    return OwnGraphs.on(torch.device("cpu")).num_bytes()
 
 
 def test_a_size_that_was_forgotten_among_many_gets_its_graph(rt: GraphRuntime, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from graphpass import CudaGraphManager, GraphRuntime
-from graphpass.capture.cuda import PROCESS_MEMORY
 from graphpass.dispatch.owngraphs import OwnGraphs
 from graphpass.errors import CaptureError, OptionError
 from graphpass.serving.captured import CapturedKeys
@@ -112,7 +111,7 @@ def test_graph_bytes_bounds_them(graph_bytes: int | None, sizes: list[int]) -> N
     found = [size for _, size in adapted(manager)]
     assert found == sizes
     assert ("graph_bytes" in notes(manager)) == (len(sizes) < 3)
-    shared = PROCESS_MEMORY.shared(OwnGraphs, torch.device("cpu"))
+    shared = OwnGraphs.on(torch.device("cpu"))
     assert shared.num_bytes() == 100 * len(sizes)
     manager.close()
     assert shared.num_bytes() == 0
