@@ -112,20 +112,6 @@ def test_the_model_is_saved_loaded_moved_and_copied_as_before() -> None:
     attached.detach()
 
 
-def test_low_rank_weights_are_seen_and_trained() -> None:
-    peft = pytest.importorskip("peft")
-    model = QWEN.build()
-    prompt = QWEN.prompt(model, 2, 0)
-    attached = attached_to(model)
-    tuned = peft.get_peft_model(model, peft.LoraConfig(target_modules=["qkv"], r=2, init_lora_weights=False)).eval()
-    expected = features(copy.deepcopy(model), prompt)
-    assert_equal_features(features(model, prompt), expected)
-    assert attached.manager.get_cumulative_stats().hits == 2
-    tuned(**prompt).logits.sum().backward()
-    assert all(p.grad is not None for n, p in tuned.named_parameters() if "lora" in n and "visual" in n)
-    assert attached.manager.get_cumulative_stats().requests == 1
-
-
 def test_the_stock_tower_runs_where_gradients_are_asked_for() -> None:
     model = QWEN.build()
     prompt = QWEN.prompt(model, 2, 0)

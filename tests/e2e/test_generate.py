@@ -17,12 +17,11 @@ from graphpass.errors import OptionError
 from graphpass.keys import CUDAGraphMode
 from graphpass.serving.batch import Batch
 from graphpass.serving.manager import CudaGraphManager
-from graphpass.text import CausalLM, Generation, PagedAttention, PagedRequests, Request
+from graphpass.text import CausalLM, PagedAttention, PagedRequests
 from graphpass.text.causallm import default_capture_sizes
 from tests.e2e.engines import Engines, engines_made
-from tests.e2e.greedy import NEAR_TIE, References, continued
+from tests.e2e.greedy import NEAR_TIE, References
 from tests.e2e.hugging_face import far_from_initial
-from tests.unit.serving.test_manager_capture import GrowingRuntime
 
 VOCABULARY, LAYERS, MAX_LENGTH = 256, 2, 64
 CONFIG = {
@@ -170,15 +169,6 @@ def check_tokens(lm: CausalLM, case: Case, references: References) -> None:
     assert all_pages_are_free(lm.manager)
 
 
-def test_scores_with_a_soft_cap_in_float64() -> None:
-    model = make_model("gemma2").double()
-    expected = [continued(model, prompt, 6).tokens for prompt in PROMPTS[:4]]
-    lm = CausalLM(model, **SIZES, **LADDER, compiler="eager")
-    lm.capture()
-    assert lm.generate(PROMPTS[:4], max_new_tokens=6) == expected
-    lm.close()
-
-
 def test_reference_logits_have_room(references: References) -> None:
     """Were most tokens nearly tied, a wrong one would go unseen."""
     for name in MODELS:
@@ -248,34 +238,6 @@ def test_no_key_is_made_that_no_batch_reaches(decoders: Decoders) -> None:
 @pytest.mark.parametrize(
     ("device", "compiler"), [("cpu", "eager"), pytest.param("cuda", "inductor", marks=pytest.mark.cuda)]
 )
-def test_single_tokens_are_compiled_once_single_requests_recur(
-    device: str, compiler: str, decoders: Decoders, references: References
-) -> None:
-    sizes = {"max_num_reqs": 2, "max_num_tokens": 16, "capture_sizes": None, "seq_len_buckets": [32]}
-    lm = decoders("qwen3", device, compiler=compiler, **sizes)
-    lm.capture()
-    compiled = lm.manager.runtime.compiled()
-    for _ in range(2):
-        references.check(lm.generate(PROMPTS[:1], max_new_tokens=NEW_TOKENS[:1], progress=False), "qwen3", device)
-    assert lm.manager.runtime.compiled() == compiled
-    assert "or adapt() between requests" in str(lm.report())
-    with Generation(lm.manager, run_ahead=True) as generation:
-        generation.add(Request.of("single", PROMPTS[0], NEW_TOKENS[0]))
-        steps = [generation.step() for _ in range(3)]
-        tried = lm.adapt()  # while a request runs, whose last step is not read yet
-        while not generation.is_done():
-            steps.append(generation.step())
-    references.check([[new.token for step in steps for new in step]], "qwen3", device)
-    assert lm.manager.runtime.compiled() > compiled
-    lengths = {dict(key.extra)["max_seq_len"] for _, key in tried if key.num_tokens == 1}
-    assert device == "cuda" or lengths == {32, MAX_LENGTH}
-    references.check(lm.generate(PROMPTS[:4], max_new_tokens=NEW_TOKENS[:4], progress=False), "qwen3", device)
-    references.check(lm.generate(PROMPTS[:1], max_new_tokens=NEW_TOKENS[:1], progress=False), "qwen3", device)
-
-
-@pytest.mark.parametrize(
-    ("device", "compiler"), [("cpu", "eager"), pytest.param("cuda", "inductor", marks=pytest.mark.cuda)]
-)
 def test_an_engine_for_one_request_compiles_prompts_once_they_recur(
     device: str, compiler: str, decoders: Decoders, references: References
 ) -> None:
@@ -340,17 +302,6 @@ def test_default_capture_sizes(largest: int, sizes: list[int]) -> None:
 
 
 # -- the loop --------------------------------------------------------------------------------------------------------
-
-
-def test_generating_keeps_to_the_limit_of_the_capture(decoders: Decoders, references: References) -> None:
-    lm = decoders(runtime=GrowingRuntime())
-    lm.capture(max_bytes=500)
-    left_out = lm.stats().left_out
-    assert left_out
-    found = lm.generate(PROMPTS[:3], max_new_tokens=NEW_TOKENS[:3], progress=False)
-    references.check(found, "llama")
-    assert lm.stats().left_out == left_out
-    assert lm.stats().pool_bytes <= 500
 
 
 @pytest.mark.parametrize("buckets", [[0], [True], [1.5]])

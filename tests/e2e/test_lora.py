@@ -80,16 +80,6 @@ def closed() -> Iterator[list[Adapted]]:
         adapted.lm.close()
 
 
-def test_adapters_change_the_text(references: list[Reference]) -> None:
-    """Were the texts those of the stock model, a request without its adapter would go unseen."""
-    model = make_model()
-    differ = [
-        continued(model, prompt, NEW_TOKENS).tokens != reference.tokens
-        for prompt, reference in zip(PROMPT_OF, references, strict=True)
-    ]
-    assert differ == [name is not None for name in MIX]
-
-
 @pytest.mark.parametrize(
     ("mode", "compiler", "lora", "run_ahead", "counts"),
     [

@@ -53,14 +53,3 @@ def test_photographs(stock: Tower, counts: Sequence[int]) -> None:
     stats = manager.get_cumulative_stats()
     assert (stats.hits, stats.misses) == (sum(counts), 0)
     assert len(shapes) > 5 or not stock.has_grids
-
-
-@EACH_TOWER
-def test_the_output_of_the_processor_is_accepted_unchanged(stock: Tower) -> None:
-    """Its own mapping, which is no dict."""
-    tower = stock.build(CPU, **CONFIGS[stock.family])
-    manager, processor = captured(stock, tower), processor_of(stock, tower, max_pixels=128 * 128)
-    items = processor(images=cut_photographs(random.Random(1), 3), return_tensors="pt")
-    assert not isinstance(items, dict)
-    assert_same(manager.execute(items), stock.stock(tower, items))
-    assert manager.get_cumulative_stats().hits == 3

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from graphpass.errors import OptionError
-from graphpass.keys import BatchDescriptor, CUDAGraphMode
+from graphpass.keys import CUDAGraphMode
 from graphpass.serving.manager import CudaGraphManager
 from graphpass.text import CausalLM, Drafter, Generation, GenerationStats, NgramDrafter, Request
 from graphpass.text.scheduler import Ints
@@ -194,16 +194,6 @@ def test_text_that_repeats_takes_fewer_steps(draft_tokens: int) -> None:
         if isinstance(drafter, NgramDrafter):
             assert stats.num_steps < 16 + -(-num_new // (1 + draft_tokens))
     manager.close()
-
-
-def test_keys_have_whole_requests(managers: Managers) -> None:
-    keys = managers("qwen3", mode="FULL_AND_PIECEWISE", draft_tokens=3, compiler="aot_eager").dispatcher.keys
-    assert {key.num_tokens for key in keys[PIECEWISE]} == {8, 32}
-    assert keys[FULL] == {
-        BatchDescriptor(4 * reqs, reqs, uniform=True, extra=(("max_seq_len", length),))
-        for reqs in (2, 8)
-        for length in (32, MAX_LENGTH)
-    }
 
 
 def test_keys_that_no_batch_reaches_are_not_made() -> None:

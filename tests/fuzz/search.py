@@ -1,4 +1,4 @@
-"""Programs of many seeds over graphs, beside eager: what came of them, and what is wrong, made small.
+"""Programs of many seeds over graphs, beside eager: what came of them, and what is wrong.
 
 A program that fails is printed as Python, for tests/fuzz/test_found_by_fuzzing.py.
 """
@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-
-from tests.fuzz.reduce import reduced
 
 MOST_FAILURES = 3
 
@@ -81,12 +79,10 @@ class Fuzzer:
         return tally
 
     def explained(self, tally: Tally) -> str:
-        """Each failing program made small, with what is wrong, and whether the compiler alone is wrong as well."""
+        """Each failing program, with what is wrong, and what is with the compiler alone."""
         texts = []
         for program, problem in tally.failures:
-            small = reduced(program, self.check)
-            ours, alone = self.check(small).mismatch, self.check_alone(small).mismatch
-            texts.append(f"{problem}\n{ours}\ntorch.compile alone: {alone}\n{small}")
+            texts.append(f"{problem}\ntorch.compile alone: {self.check_alone(program).mismatch}\n{program}")
         return "\n".join(texts)
 
     def passes(self, seeds: range, capsys: pytest.CaptureFixture[str]) -> None:

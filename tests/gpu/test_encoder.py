@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from graphpass.encoder import PackingCosts
 from graphpass.encoder.protocol import EncoderGraphKey, EncoderOutput
 from tests.unit.encoder import toy
 
@@ -23,22 +22,6 @@ assert_same = functools.partial(toy.assert_same, tolerance=1e-4)
 def on_gpu(sizes: Sequence[int], *, seed: int = 1, **lists: Any) -> dict[str, Any]:
     items = toy.images(sizes, seed=seed, **lists)
     return {**items, "patches": items["patches"].cuda()}
-
-
-@pytest.mark.parametrize("levels", [1, 2])
-@pytest.mark.parametrize("costs", [None, PackingCosts(dict.fromkeys(toy.BUDGETS, 1.0), lambda tokens: 3.0 + tokens)])
-def test_results_are_those_of_each_item_alone(levels: int, costs: PackingCosts | None) -> None:
-    encoder = toy.ToyEncoder(toy.ToyTower(levels=levels))
-    manager = made(encoder, costs=costs)
-    for seed, sizes in enumerate((toy.MIXED, toy.MIXED[::-1], (2,), (64, 64), (), (0,))):
-        items = on_gpu(sizes, seed=seed)
-        expected = toy.one_by_one(encoder, items)
-        toy.poison(manager)
-        forwards = len(encoder.forwards)
-        assert_same(manager.execute(items), expected)
-        assert len(encoder.forwards) == forwards
-    assert manager.get_cumulative_stats().replays > 0
-    manager.clear()
 
 
 class SlowEncoder(toy.ToyEncoder):

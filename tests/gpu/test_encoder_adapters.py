@@ -16,7 +16,7 @@ from graphpass.encoder.adapters import adapter_for
 from graphpass.encoder.attention import Pieces
 from graphpass.encoder.manager import EncoderCudaGraphManager
 from graphpass.encoder.options import EncoderOptions
-from tests.e2e.hugging_face import CUDA, CUDA_F32, difference
+from tests.e2e.hugging_face import CUDA, difference
 from tests.e2e.test_encoder_adapters import assert_same, results_of
 from tests.e2e.towers import EACH_TOWER, Tower
 from tests.unit.encoder.test_encoder_attention import padded_pieces
@@ -63,27 +63,6 @@ def test_the_kernel_pads_heads_and_leaves_padding_alone(head_dim: int, cuda: tor
             alone = F.scaled_dot_product_attention(*own, scale=0.2)[0].transpose(0, 1)
             assert difference(found[start : start + length].float(), alone) < CUDA.tolerance
         start += length
-
-
-@pytest.mark.parametrize(
-    "seeds",
-    [pytest.param(range(10), id="10-sets"), pytest.param(range(10, 200), id="190-sets", marks=pytest.mark.soak)],
-)
-@EACH_TOWER
-def test_random_sets(stock: Tower, seeds: range) -> None:
-    """Against the stock tower in float32; eager blocks, so that what differs is graphs and attention."""
-    tower = stock.build(CUDA_F32)
-    manager = captured(stock, tower, budgets_of(stock, tower), compile=False)
-    num_items = 0
-    for seed in seeds:
-        sizes = stock.random_sizes(random.Random(seed))
-        items = stock.items(tower, sizes, seed)
-        assert_same(manager.execute(items), stock.stock(tower, items), CUDA_F32.tolerance)
-        num_items += len(sizes)
-    stats = manager.get_cumulative_stats()
-    assert stats.hits + stats.misses == num_items
-    assert stats.replays > 0
-    manager.clear()
 
 
 @EACH_TOWER

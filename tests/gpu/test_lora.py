@@ -11,7 +11,7 @@ from torch import nn
 
 from graphpass import BatchDescriptor, LoraKeys, set_forward_context
 from graphpass.text import LoraAdapters
-from tests.unit.text.adapted import NAMES, Adapted, key_kinds, mixes
+from tests.unit.text.adapted import Adapted
 
 pytestmark = pytest.mark.cuda
 
@@ -25,18 +25,6 @@ def exact_products() -> Any:
     torch.set_float32_matmul_precision("highest")
     yield
     torch.set_float32_matmul_precision(before)
-
-
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
-@pytest.mark.parametrize("kind", ["per_count-without", "any-always"])
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE", "NONE"])
-def test_every_mix_is_the_merged_model(mode: str, kind: str, compiler: str) -> None:
-    adapted = Adapted(mode, key_kinds(3)[kind], compiler=compiler, device="cuda")
-    captures = adapted.captures()
-    for seed, names in enumerate(mixes(NAMES)):
-        adapted.check(names, seed, **CLOSE)
-    assert adapted.captures() == captures
-    adapted.manager.close()
 
 
 def test_closing_gives_all_memory_back() -> None:

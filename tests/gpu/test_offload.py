@@ -66,18 +66,6 @@ def expected(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return result
 
 
-@MODES
-@pytest.mark.parametrize("num_slots", [2, 3])
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
-def test_every_mode_is_right(mode: str, num_slots: int, compiler: str, cuda: torch.device) -> None:
-    model, reference, offloader = offloaded(cuda, num_slots)
-    with managed(model, offloader, mode, compiler=compiler) as manager:
-        for uniform in (False, True):
-            for num_tokens in range(1, LARGEST + 1):
-                x = rows(num_tokens)
-                torch.testing.assert_close(run(manager, x, uniform=uniform), expected(reference, x), **CLOSE)
-
-
 @pytest.mark.parametrize("num_slots", [2, 3])
 def test_200_forwards_in_any_order_at_any_pace(num_slots: int, cuda: torch.device) -> None:
     model, reference, offloader = offloaded(cuda, num_slots)

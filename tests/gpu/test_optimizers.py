@@ -29,11 +29,6 @@ def test_each_optimizer_replays_and_agrees(kind: Any, settings: dict[str, Any], 
     assert ran.replayed >= STEPS - 2
 
 
-@pytest.mark.parametrize(("kind", "settings"), [KINDS[0], KINDS[2]])
-def test_inductor(kind: Any, settings: dict[str, Any]) -> None:
-    assert agrees(lambda: kind(weights("cuda"), **settings), "inductor", by_bits=True).captured == 1
-
-
 @pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW, optim.SGD])
 def test_a_fused_optimizer_runs_as_it_is(kind: Any) -> None:
     eager, ours = (kind(weights("cuda"), lr=0.1, fused=True) for _ in range(2))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from torch import nn
 from graphpass import GraphRuntime, precapture
 from graphpass.capture.cuda import CudaDevice
 from graphpass.dispatch.owngraphs import OwnGraphs
-from tests.threads import in_threads
 
 pytestmark = pytest.mark.cuda
 WIDTH = 2048
@@ -122,42 +120,3 @@ def test_a_graph_in_flight_is_not_reset() -> None:
     device.reset_dropped()
     assert resets
     device.close()
-
-
-@pytest.mark.alone
-@pytest.mark.parametrize("num_calls", [200, pytest.param(2000, marks=pytest.mark.soak)])
-def test_threads_captures_replacements_and_new_weights(num_calls: int) -> None:
-    """Six threads at a bound that holds few graphs, while weights change; results of unchanged weights are compared."""
-    changes, seen = [0], set[int]()
-    with GraphRuntime() as rt:
-        model = Rows().cuda().eval()
-        compiled = compiled_of(model, rt, graph_bytes=64 << 20)
-        call(compiled, model, 3)
-
-        def change(number: int) -> None:
-            changes[0] += 1  # odd while the weight changes
-            if number % 2:
-                model.layers[0].weight = nn.Parameter(model.layers[0].weight.detach() * 1.01)
-            else:
-                model.layers[0].weight.data.mul_(1.01)
-            torch.cuda.synchronize()
-            changes[0] += 1
-
-        def run(number: int) -> None:
-            rng, contents = random.Random(number), torch.Generator("cuda").manual_seed(number)
-            for count in range(num_calls):
-                if number == 0 and count % 100 == 99:
-                    change(count // 100)
-                size = rng.choice((9, 17, 18, 19, 25, 26))
-                x = torch.randn(size, 256, WIDTH, device="cuda", generator=contents)
-                before = changes[0]
-                with torch.no_grad():
-                    result, expected = compiled(x), model(x)
-                torch.cuda.current_stream().synchronize()
-                if before == changes[0] and not before % 2:
-                    torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-3)
-                seen.update(exact(rt))
-
-        in_threads(run, 6)
-        assert seen, f"no size had a graph of its own: {rt.report()}"
-    assert graph_bytes() == 0
