@@ -40,7 +40,6 @@ CPU = Place("cpu", torch.float32, 1e-5)
 CPU_BF16 = Place("cpu", torch.bfloat16, 2e-2)
 CUDA = Place("cuda", torch.bfloat16, 2e-2)
 CUDA_F16 = Place("cuda", torch.float16, 2e-2)
-CUDA_F32 = Place("cuda", torch.float32, 1e-4)
 
 
 def cases(default: Iterable[tuple[Any, ...]], *choices: Iterable[Any]) -> list[Any]:

@@ -12,46 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from graphpass import BatchDescriptor
-from graphpass.errors import CaptureError
 from tests.unit.cgpass.attended import ALL_REGIONS, COMPILERS, Make
 from tests.unit.compiled import BOTH, agrees
 from tests.unit.models import module
 
-
-@pytest.mark.parametrize(
-    ("compiler", "weights"), [("eager", torch.contiguous_format), ("aot_eager", torch.channels_last)]
-)
-def test_channels_last(keyed: Make, compiler: str, weights: torch.memory_format) -> None:
-    conv = nn.Conv2d(3, 4, 3, padding=1)
-    model = module(lambda self, x: torch.ops.cgpasstest.scale(self.conv(x).relu()) + 1, conv=conv).eval()
-    model.to(memory_format=weights)
-    fast = keyed(
-        model,
-        make=lambda size: (torch.randn(size, 3, 8, 8).to(memory_format=torch.channels_last),),
-        dynamic=True,
-        compiler=compiler,
-    )
-    fast.capture(sizes=(5, 2))
-    for mode, size in itertools.product(BOTH, (2, 5, 2)):
-        (x,) = fast.make(size)
-        got, want = fast.at(mode, size, x), model(x).detach()
-        agrees(got, want)
-        assert got.stride() == want.stride()
-    counts = {(key.num_tokens, c.captured, c.replayed) for (_, _, key), c in fast.rt.counts().items()}
-    assert counts == {(5, 1, 2), (2, 1, 3)}
-    contiguous = torch.randn(2, 3, 8, 8)
-    with pytest.raises(CaptureError, match="compiled the function again"):
-        fast.at("FULL", 2, contiguous)
-    for _ in range(2):
-        agrees(fast.at("FULL", 2, contiguous, capture=True), model(contiguous).detach())
-
-
 # -- random numbers
-
-
-def draws(x: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-    y = torch.ops.cgpasstest.attend(x + 1)
-    return y + torch.rand(y.shape, generator=generator)
 
 
 @COMPILERS

@@ -25,7 +25,6 @@ from tests.threads import in_threads
 from tests.unit.compiled import Compiled, agrees
 from tests.unit.models import module
 
-NUM_THREADS = 4
 CALLS = pytest.mark.parametrize("num_calls", [50, pytest.param(200, marks=pytest.mark.soak)])
 MODES = pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "PIECEWISE"])
 
@@ -117,15 +116,6 @@ def test_threads_compile_and_capture_together(num_calls: int, rt: GraphRuntime) 
     fast.assert_captured_once_and_replayed(9)
 
 
-@CALLS
-def test_two_models_of_one_runtime(num_calls: int, rt: GraphRuntime) -> None:
-    """Their graphs share a pool: each replay makes the other model's outputs stale."""
-    both = [Served(rt), Served(rt, nn.Sequential(nn.Linear(6, 6), nn.GELU()).eval())]
-    in_threads(lambda number: both[number % 2].calls(num_calls, most=9)(number))
-    for fast in both:
-        fast.assert_captured_once_and_replayed(9)
-
-
 def test_threads_that_call_a_size_first_share_its_buffer(rt: GraphRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs read a buffer at its address: with two buffers, a key would have two graphs."""
     fast, zeros, new_call, num_allocated, num_calls = Served(rt), torch.zeros, ServedCalls._new_call, 0, 0
@@ -174,22 +164,6 @@ def test_threads_that_capture_a_key_together_count_one_graph(rt: GraphRuntime, m
     assert len(measured) == 1
     fast.call(9, 9, 9)
     assert sum(c.captured for c in rt.counts().values()) == 2
-
-
-@CALLS
-def test_what_calls_write_is_written_once_a_call(num_calls: int, rt: GraphRuntime) -> None:
-    def counting(self: Any, x: torch.Tensor) -> torch.Tensor:
-        """Written state, whose sum tells whether each call counted once."""
-        self.calls += 1
-        return self.inner(x).relu()
-
-    model: Any = module(counting, inner=nn.Linear(6, 6), calls=torch.zeros((), dtype=torch.int64)).eval()
-    fast = Served(rt, model)
-    fast.model = nn.Sequential(model.inner, nn.ReLU())
-    in_threads(fast.calls(num_calls, most=6))
-    assert not given_up(rt)
-    # Calls without a graph add in Python's eager code, two of which may meet; calls over a graph are one at a time.
-    assert fast.replayed <= int(model.calls) <= NUM_THREADS * num_calls + 2
 
 
 @CALLS

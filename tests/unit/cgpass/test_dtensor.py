@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,32 +13,6 @@ from torch import nn
 
 import graphpass as gp
 from tests.unit.models import module
-
-BETWEEN = ["_c10d_functional::all_reduce", "_c10d_functional::wait_tensor"]
-
-
-class TwoLayers(nn.Module):
-    """The first layer has a part of the hidden width on each rank, and the second adds the parts up."""
-
-    def __init__(self, mesh: Any = None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
-        self.group: Any = None
-        if mesh is not None:
-            from torch.distributed.tensor import Shard, distribute_tensor
-
-            self.group = mesh.get_group()
-            for layer, dim in ((self.up, 0), (self.down, 1)):
-                layer.weight = nn.Parameter(distribute_tensor(layer.weight, mesh, [Shard(dim)]), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.group is None:
-            return self.down(torch.relu(self.up(x)))
-        hidden = torch.relu(x @ self.up.weight.to_local().t())  # type: ignore[operator]
-        parts = hidden @ self.down.weight.to_local().t()  # type: ignore[operator]
-        added = torch.ops._c10d_functional.all_reduce(parts, "sum", self.group.group_name)
-        return torch.ops._c10d_functional.wait_tensor(added)  # type: ignore[no-any-return]
 
 
 def rows(size: int, seed: int) -> torch.Tensor:
@@ -107,33 +80,3 @@ def test_a_result_of_a_collective_is_waited_for(mesh: Any) -> None:
             assert isinstance(given, AsyncCollectiveTensor)
             torch.testing.assert_close(fast(given), rows(4, seed) * 2)
             assert given.completed, "a graph reads what has arrived"
-
-
-def captured_between(rank: int, world_size: int, port: int) -> None:
-    """Capture and replay on a rank, all with one key."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    where = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world_size)
-    whole, runtime = TwoLayers(), gp.GraphRuntime()
-    model = TwoLayers(init_device_mesh("cpu", (world_size,)))
-    options = {"compiler": "aot_eager", "mode": "PIECEWISE", "splitting_ops": BETWEEN, "runtime": runtime}
-    fast = torch.compile(model, backend="cgpass", dynamic=True, options=options)
-    key = gp.BatchDescriptor(4)
-    with torch.no_grad(), gp.set_forward_context(runtime_mode=gp.CUDAGraphMode.PIECEWISE, batch_descriptor=key):
-        with runtime.capturing():
-            fast(rows(4, 0))
-        for seed in range(3):
-            torch.testing.assert_close(fast(rows(4, seed)), whole(rows(4, seed)))
-    (counts,) = {counts.replayed for (_, mode, _), counts in runtime.counts().items()}
-    assert counts >= 3
-    runtime.close()
-    dist.destroy_process_group()
-
-
-@pytest.mark.soak
-def test_two_ranks_with_collectives_between_the_regions() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(captured_between, (2, port), 2)  # type: ignore[no-untyped-call]

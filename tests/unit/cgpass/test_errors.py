@@ -59,14 +59,6 @@ def test_a_bad_option_is_refused_early(given: dict[str, Any], found: str, remedy
     assert raised.value.expected
 
 
-def test_a_bad_option_is_refused_by_the_backend() -> None:
-    inner = refused_at_compile(
-        torch.compile(attended, backend="cgpass", options={"outputs": "copy"}), torch.randn(3, 6)
-    )
-    assert isinstance(inner, OptionError)
-    assert (inner.found, inner.remedy.count("'clone'")) == ("'copy'", 1)
-
-
 def test_an_unknown_splitting_op_names_its_nearest(keyed: Make) -> None:
     inner = refused_at_compile(keyed(attended, splitting_ops=["cgpasstest::attent"]), torch.randn(3, 6))
     assert isinstance(inner, PartitionError)

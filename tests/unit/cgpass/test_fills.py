@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch import nn
 from tests.unit.cgpass.attended import Make
 from tests.unit.cgpass.test_made import SIZES, made, verdicts
 from tests.unit.compiled import agrees
-from tests.unit.saved.stack import SAVES_AOT_EAGER
 
 EMBEDDING = nn.Embedding.from_pretrained(torch.linspace(-1, 1, 36).view(6, 6))
 
@@ -70,20 +68,6 @@ def test_an_input_is_filled_where_nothing_else_need_be_made(name: str, compiled:
     (record,) = fast.rt.callables()
     found = {finding.why for size in record.sizes for finding in size.made}
     assert found == {what} if what else not any("filled" in one for one in found)
-
-
-@SAVES_AOT_EAGER
-def test_a_saved_start_fills_the_same(compiled: Make, tmp_path: Path) -> None:
-    dims = {one: {0: "rows", 1: "length"} for one in ("ids", "mask")}
-    for is_loaded in (False, True):
-        fast = made(compiled, hidden, dynamic_dims=dims, warm_start=tmp_path)
-        for size in SIZES * 2:
-            ids, mask = torch.randint(6, size), torch.ones(size, dtype=torch.int64)
-            agrees(fast(ids, mask), hidden(ids, mask))
-        (record,) = fast.rt.callables()
-        assert record.is_loaded is is_loaded
-        assert fast.is_padded
-        assert fast.problems == ()
 
 
 def test_nothing_is_filled_beside_floats_that_may_be_infinite(compiled: Make) -> None:

@@ -109,14 +109,6 @@ def test_what_a_key_counts_may_be_another_number_of_the_input(
     assert fast.uses("captured", "static_sets") == {(1, 1)}
 
 
-def test_a_graph_for_one_size_is_compared_where_the_dimension_is_declared(keyed: Make) -> None:
-    fast = keyed(Attended().eval(), dynamic=False, dynamic_dims={"x": 0})
-    with pytest.raises(ShapeError, match="'x'"):
-        fast.at("FULL", 8, torch.randn(5, 6), capture=True)
-    assert fast.captured == 0
-    fast.capture("FULL", sizes=[8])
-
-
 def test_several_symbols_leave_open_what_the_key_counts(keyed: Make) -> None:
     """An image has a height and a width, and its key counts patches."""
     fast = keyed(lambda x: x.relu() + 1, dynamic=True, make=lambda size: (torch.randn(28, 42),))

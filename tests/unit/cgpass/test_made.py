@@ -202,22 +202,6 @@ def test_a_ladder_is_captured_ahead_from_any_example(size: tuple[int, int]) -> N
 # -- parts of a model --------------------------------------------------------------------------------------------------
 
 
-def layers(x: torch.Tensor, num_layers: int = 3) -> torch.Tensor:
-    for _ in range(num_layers):
-        x = (x - x.mean(1, keepdim=True)).relu() * 0.5
-    return x.amax(1)
-
-
-def test_equal_regions_share_an_artifact(compiled: Make) -> None:
-    fast = made(compiled, layers, splitting_ops=["aten::relu"], mode="PIECEWISE")
-    fast.serve(of_calls(SIZES), passes=2)
-    assert verdicts(fast, "rows", "length") == ["proved", "made"]
-    assert fast.is_padded
-    (record,) = fast.rt.callables()
-    assert sum(region.kind == "captured" for region in record.regions) == 4
-    assert fast.rt.compiled() == 3, "the first, those that scale what they get, and the last"
-
-
 def test_equal_regions_of_other_sizes_have_their_own_artifacts(compiled: Make) -> None:
     """Each counts in the real size of its own input."""
 

@@ -102,17 +102,6 @@ def test_where_no_index_is_rewritten_no_size_is_padded(function: Callable[..., A
     assert num_padded(fast) == 0
 
 
-@pytest.mark.soak
-def test_index_operators_that_inductor_decomposes_stay_padded() -> None:
-    def model(x: Tensor, i: Tensor) -> Tensor:
-        summed = torch.zeros_like(x).index_add(0, i % 3, x[i])
-        return summed.index_select(0, i % 3) + x.index_copy(0, i[:1] % 3, x[i[:1]])[0]
-
-    fast = compiled(model, compiler="inductor", mode="FULL")
-    assert run(model, fast) == 0
-    assert num_padded(fast) == NUM_CALLS - 1
-
-
 def test_other_sizes_of_a_key_have_their_own_end() -> None:
     fast = compiled(PROGRAMS["x[i]"], capture_sizes=[8], compiler="aot_eager")
     with torch.no_grad():

@@ -347,13 +347,3 @@ def test_marked_tensors_of_a_function_are_undone_and_followed() -> None:
         torch.testing.assert_close(step(torch.full((3,), float(number))), expected * 2, rtol=0, atol=0)
     assert torch.equal(kept, expected)
     assert seen(gp.runtime_of(step))[:2] == (2, STEPS - 1)
-
-
-def test_an_attribute_that_requires_grad_is_compiled_for_autograd() -> None:
-    weight = nn.Parameter(torch.ones(3))
-    torch._dynamo.mark_static_address(weight, guard=True)
-    torch.compiler.reset()
-    call = torch.compile(lambda x: (x * weight).sum(), backend="cgpass", options={"compiler": "eager"})
-    for _ in range(4):
-        call(torch.full((3,), 2.0)).backward()
-    torch.testing.assert_close(weight.grad, torch.full((3,), 8.0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -64,14 +63,6 @@ def jitter(x: torch.Tensor) -> torch.Tensor:
 
 jitter.register_fake(torch.empty_like)
 register_padding_rule("graphpasstest_contents::jitter", lambda call: PaddedValue(call.tensor("x").factors))
-
-
-def test_an_operator_that_draws_numbers_is_not_taken_for_a_dependence(compiled: Make) -> None:
-    fast = compiled(lambda x: jitter(x))
-    for size in RAGGED:
-        fast(torch.randn(size, 3))
-    assert fast.problems == ()
-    assert fast.rt.stats().replayed > 0
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
@@ -197,25 +188,6 @@ def test_a_rule_that_promises_too_much_is_refuted(
     assert not fast.is_padded
 
 
-@pytest.mark.parametrize("follow", ["never", "correct"])
-def test_the_remedy_for_a_refuted_rule_is_followed(compiled: Make, follow: str) -> None:
-    """The rule is corrected: the operator's rows depend on all others, so it has none."""
-    make: dict[str, Any] = {"make": lambda size: (torch.rand(size, 3) * 10 + 100,)}
-    wrong = compiled(lambda x: lie(x, "above the mean"), **make)
-    wrong.serve(RAGGED)
-    remedy = wrong.problem("no longer padded").remedy
-    assert "correct the rule (register_padding_rule)" in remedy
-    options: dict[str, Any] = {}
-    if follow == "never":
-        (named,) = re.findall(r"padding='(\w+)' avoids", remedy)
-        options = {"padding": named}
-    fast = compiled(lambda x: (lie if follow == "never" else honest)(x, "above the mean"), **make, **options)
-    fast.serve(RAGGED, passes=2)
-    assert refusals(fast.rt) == []
-    assert fast.rt.stats().replayed > 0
-    assert not fast.is_padded
-
-
 def test_large_values_show_what_small_ones_hide(compiled: Make) -> None:
     """Small values leave each real entry, far above zero, on its side of the mean."""
     fast = compiled(lambda x: lie(x, "above the mean"), make=lambda size: (torch.rand(size, 3) * 10 + 100,))
@@ -223,28 +195,10 @@ def test_large_values_show_what_small_ones_hide(compiled: Make) -> None:
     assert "depend on the padding" in fast.problem("no longer padded").what
 
 
-def test_a_refuted_size_is_no_error_in_a_capture_scope(compiled: Make) -> None:
-    fast = compiled(lambda x: lie(x, "mean"), dynamic=True, dynamic_dims={"x": 0})
-    fast(torch.randn(5, 6))
-    with fast.rt.capturing():
-        fast.serve([5])
-    assert "no longer padded" in fast.problem("depend on the padding").what
-    assert fast.serve((5, 5), passes=3) == 2
-
-
 def test_strictly_a_refuted_size_is_an_error(compiled: Make) -> None:
     fast = compiled(lambda x: lie(x, "mean"), dynamic=True, padding_check="strict")
     with pytest.raises(MismatchError, match="depend on the padding"):
         fast(torch.randn(5, 6))
-
-
-def test_what_is_not_finite_without_padding_either_is_padded(compiled: Make) -> None:
-    fast = compiled(lambda x: (x / 0, x * 2))
-    for size in RAGGED:
-        x = torch.randn(size, 3).relu()
-        agrees(fast(x), (x / 0, x * 2), equal_nan=True)
-    assert refusals(fast.rt) == []
-    assert fast.is_padded
 
 
 @pytest.mark.parametrize("name", [*LEAKS, *RIGHT])

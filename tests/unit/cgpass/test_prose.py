@@ -2,32 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import pytest
 import torch
 from torch import nn
 
-import graphpass as gp
-from graphpass.errors import OptionError
 from tests.unit.cgpass.attended import Make
-
-
-def pooled(x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    return x.mean(1) + attention_mask.sum(1, keepdim=True)
-
-
-def lengths(*sizes: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [(torch.randn(2, n, 6), torch.ones(2, n)) for n in sizes]
-
-
-def test_images_are_told_of_masks_in_few_words(compiled: Make) -> None:
-    fast = compiled(lambda images: images.mean((2, 3)), dynamic=True)
-    fast.serve([(torch.randn(2, 3, n, n + 1),) for n in (8, 9, 10)])
-    remedies = {problem.remedy for problem in fast.problems if "is not padded" in problem.what}
-    assert remedies
-    assert max(len(remedy.partition("; else ")[2].split()) for remedy in remedies) <= 25
 
 
 def test_the_eager_compiler_is_left_out_before_anything_else(compiled: Make) -> None:
@@ -101,11 +79,3 @@ def test_a_value_at_a_graph_break_has_a_name(compiled: Make) -> None:
     fast.serve([(torch.randn(n, 6),) for n in (3, 4, 5)])
     assert fast.problem("is not padded").what.startswith("value_at_break_0[2][0] is not padded")
     assert "___stack" not in str(fast.rt.report())
-
-
-def test_an_error_names_the_class_of_a_module() -> None:
-    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
-    compiled: Callable[..., Any] = torch.compile(model, backend="cgpass")
-    with pytest.raises(OptionError) as raised:
-        gp.runtime_of(compiled)
-    assert raised.value.found == "Sequential"

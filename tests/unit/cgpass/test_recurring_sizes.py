@@ -145,14 +145,6 @@ def test_a_size_that_was_forgotten_among_many_gets_its_graph(rt: GraphRuntime, m
     assert shared_bytes() > 0
 
 
-def test_what_the_bound_leaves_out_is_in_the_report(rt: GraphRuntime) -> None:
-    fast = Served(rt, graph_bytes=1)
-    fast.call(SIZE, times=2 * CALLS)
-    assert fast.exact() == {}
-    (problem,) = [problem for problem in fast.problems if "graph_bytes" in problem.remedy]
-    assert problem.places
-
-
 def test_weights_that_moved_without_dying_fall_back_to_padding(rt: GraphRuntime) -> None:
     model = rowwise()
     fast = Served(rt, model)

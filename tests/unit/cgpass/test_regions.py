@@ -18,7 +18,7 @@ from torch._dynamo import config as dynamo_config
 
 import cgpass
 import graphpass as gp
-from graphpass import CUDAGraphMode, GraphRuntime
+from graphpass import GraphRuntime
 from graphpass.errors import CaptureError
 from tests.observed import reported_regions
 from tests.unit.cgpass.attended import ATTEND, Make
@@ -139,14 +139,6 @@ def test_explain_says_what_is_made() -> None:
     assert any(cause.why.startswith("0 in the padding of dimension 1, ") for cause in causes)
 
 
-def test_explain_names_sizes_as_the_options_do() -> None:
-    options = {"dynamic_dims": {"x": {0: "num_reqs"}}, "splitting_ops": [ATTEND]}
-    (record,) = cgpass.explain(two_layers, torch.randn(4, 6), options=options).figures.callables
-    (cause, *_) = [cause for size in record.sizes if size.field == "num_reqs" for cause in size.causes]
-    assert "cgpasstest.attend" in cause.op
-    assert "no padding rule" in cause.why
-
-
 STATE: dict[str, Any] = {"calls": 0, "seen": []}
 
 
@@ -200,17 +192,6 @@ def test_a_pair_without_pieces_runs_listed_ops_without_a_graph_until_it_has_them
         called += 1
         agrees(fast(x), (x + 1) * called)
     assert rt.stats().replayed > 0
-
-
-def test_a_context_still_gets_full_graphs_of_splitting_ops(keyed: Make) -> None:
-    STATE.update(calls=0, seen=[])
-    fast = keyed(counting, dynamic=None, splitting_ops=["cgpasstest::stateful"], dispatch="auto")
-    fast.capture("FULL")
-    frozen = STATE["calls"]
-    for _ in range(3):
-        fast.at("FULL", 4, torch.ones(4, 6))
-    assert STATE["calls"] == frozen
-    assert {mode for _, mode, _ in fast.rt.counts()} == {CUDAGraphMode.FULL}
 
 
 # Splitting ops named as Python callables: functions that Dynamo inlines, and module classes.

@@ -318,14 +318,6 @@ def test_a_buffer_that_is_replaced_again_and_again_is_copied_in_the_end(compiled
     assert fast.problems == ()
 
 
-def test_one_reader_is_one_problem(compiled: Make) -> None:
-    """What Dynamo computes from the number of elements is a consequence."""
-    with dynamo_config.patch(**DATA_SHAPES):
-        fast = compiled(lambda x: x[x[:, 0] > 0].sum(0) * 2)
-        fast.serve((5, 5), passes=3)
-    assert [problem.kind for problem in fast.problems] == ["cut"]
-
-
 def test_full_that_is_impossible_is_an_error_where_fallbacks_are(compiled: Make) -> None:
     with dynamo_config.patch(**SCALARS):
         fast = compiled(lambda x: x * x.sum().item(), mode="FULL", on_fallback="error")

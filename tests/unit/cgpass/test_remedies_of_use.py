@@ -63,13 +63,3 @@ def test_after_another_adapter_was_set_its_graphs_are_captured_ahead() -> None:
     assert "capture again with each value before it serves (capture()" in found.remedy
     assert "inference_mode" not in found.remedy
     assert switched(follows=True).problems == ()
-
-
-def test_a_report_of_what_compiled_nothing_says_so(compiled: Make) -> None:
-    fast = compiled(nn.Linear(6, 6).eval())
-    text = str(fast.rt.report())
-    assert "Nothing was compiled or captured" in text
-    assert "Nothing that is known" not in text
-    fast = compiled(nn.Linear(6, 6).eval())
-    fast.serve([5, 5])
-    assert "Nothing that is known" in str(fast.rt.report())

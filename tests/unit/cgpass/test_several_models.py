@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphpass import GraphRuntime, runtime_of
+from graphpass import GraphRuntime
 from tests.observed import reached
 from tests.unit.cgpass.attended import ATTEND, Attended, Make, expected_counts
 from tests.unit.compiled import BOTH, Compiled
@@ -80,18 +80,3 @@ def test_after_a_reset_the_old_callables_go_and_the_runtime_captures_again(keyed
         assert fast.rt.counts() == {}
         assert fast.rt.buffer_bytes() == 0
     assert fast.rt.stats().callables == 2
-
-
-def test_runtime_of_works_again_after_a_reset(keyed: Make) -> None:
-    fast = keyed(Attended(), splitting_ops=[])
-    fast.fast = torch.compile(fast.model, backend="cgpass", options={"compiler": "eager"})
-    runtimes = []
-    for _ in range(2):
-        torch.compiler.reset()
-        fast(torch.randn(4, 6))
-        runtimes.append(runtime_of(fast.fast))
-    assert runtimes[0] is runtimes[1], "the runtime belongs to the torch.compile, not to the code it made"
-    fast.rt = runtimes[1]
-    fast.capture("FULL")
-    fast.check("FULL")
-    assert fast.uses() == {(1, 2)}

@@ -85,41 +85,6 @@ def test_keys_that_a_later_compilation_left_behind_are_named_when_capture_ends(
 # -- derived symbols, and none
 
 
-def doubled(x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Regions whose inputs have 2*s rows, and one with no symbol at all."""
-    both = torch.ops.cgpasstest.attend(torch.cat([x, x + 1]))
-    halves = torch.ops.cgpasstest.scale(both.view(2, -1, 6).sum(0) * 2)
-    fixed = torch.ops.cgpasstest.attend(table * 2)
-    return halves.relu() + fixed.sum(), fixed.cos() + 1
-
-
-@pytest.mark.parametrize("sizes", [(8, 4, 2), (2, 4, 8)], ids=["largest first", "smallest first"])
-def test_regions_of_derived_sizes_pick_their_keys(keyed: Make, sizes: tuple[int, ...]) -> None:
-    """2*s at key 4 equals s at key 8."""
-    dims: dict[str, Any] = {"capture_sizes": [2, 4, 8], "dynamic_dims": {"x": 0}}
-    fast = keyed(doubled, make=lambda size: (torch.randn(size, 6), torch.randn(5, 6)), **dims)
-    fast.capture(sizes=sizes)
-    fast.check(sizes=(4, 8, 2, 8, 4, 2))
-    for mode in BOTH:
-        counts = fast.tally(mode)
-        assert set(counts.values()) == {(1, 3)}
-        assert len(counts) == 3 * len({region for region, _ in counts})
-    assert fast.rt.stats().callables == 1
-
-
-def of_no_symbol(x: torch.Tensor) -> torch.Tensor:
-    summed = torch.ops.cgpasstest.scale(x.sum(0))
-    return torch.ops.cgpasstest.attend(summed * 2 + 1).tanh()
-
-
-def test_a_region_without_symbols_has_a_graph_a_key(keyed: Make) -> None:
-    fast = keyed(of_no_symbol, capture_sizes=[4, 8], dynamic_dims={"x": 0})
-    fast.capture(sizes=(8, 4))
-    fast.check(sizes=(4, 8, 4, 8))
-    for mode, regions in (("FULL", ["full"]), ("PIECEWISE", ["r0", "r2", "r4"])):
-        assert fast.tally(mode) == {(f"g0.{region}", size): (1, 3) for region in regions for size in (4, 8)}
-
-
 DERIVED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "flattened": lambda x: torch.ops.cgpasstest.attend(x.flatten()) * 2,
     "halved": lambda x: torch.ops.cgpasstest.attend(x[: x.shape[0] // 2] + 1) * 2,

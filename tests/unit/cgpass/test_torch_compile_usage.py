@@ -5,8 +5,6 @@ Every test compares with eager and counts what was compiled, captured and replay
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 
@@ -96,30 +94,3 @@ def test_dynamic_true_false_and_none(keyed: Make, dynamic: bool | None, callable
     fast.check(sizes=(1, 6, 4, 8, 4))
     assert fast.rt.stats().callables == callables
     assert fast.captured == captured
-
-
-def test_a_marked_dimension_is_dynamic_from_the_first_call(keyed: Make) -> None:
-    fast = keyed(Attended(), dynamic=None)
-    unmarked = fast.make
-
-    def marked(size: int) -> tuple[torch.Tensor, ...]:
-        (x,) = unmarked(size)
-        torch._dynamo.mark_dynamic(x, 0)
-        return (x,)
-
-    fast.make = marked
-    fast.capture(sizes=(8, 4, 2))
-    fast.check(sizes=(8, 4, 2))
-    assert (fast.rt.stats().callables, fast.rt.compiled()) == (1, 2)
-    fast.make = unmarked
-    fast.check(sizes=(2, 8, 4))
-    assert fast.rt.stats().callables == 1, "unmarked inputs of these sizes use the same code"
-    assert fast.captured == 3 * 3
-
-
-def test_nothing_is_logged_twice_for_one_compile(keyed: Make, caplog: pytest.LogCaptureFixture) -> None:
-    fast = keyed(Attended(), dynamic=None)
-    with caplog.at_level(logging.INFO, "graphpass"):
-        fast.capture("FULL", sizes=(8, 4, 6, 8, 4, 6))
-    said = [record.message for record in caplog.records if record.name == "graphpass"]
-    assert len(said) == len(set(said))

@@ -73,15 +73,6 @@ def test_mixed_batches_and_decode_are_told_apart(mode: str) -> None:
     manager.close()
 
 
-def test_a_decode_batch_of_several_tokens_a_request() -> None:
-    manager = captured(Rows().eval(), "FULL_DECODE_ONLY", (4, 8), query_len=2)
-    repeated(manager, 6, uniform_decode=True, num_reqs=3)
-    ((_, key),) = manager.adapt()
-    assert (key.num_tokens, key.num_reqs, key.uniform) == (6, 3, True)
-    torch.testing.assert_close(run(manager, rows(6), uniform_decode=True, num_reqs=3), manager.model(rows(6)).detach())
-    manager.close()
-
-
 def test_a_single_token_is_compiled_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under ``on_fallback="error"`` too: no step meets the compilation."""
     manager = captured(Rows().eval(), compiler="aot_eager", on_fallback="error")

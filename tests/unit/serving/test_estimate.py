@@ -215,31 +215,6 @@ def test_costs_that_go_by_the_size_are_met_exactly(
     assert estimate.buffer_bytes == 7
 
 
-@given(
-    LADDERS,
-    st.tuples(st.integers(0, MIB), st.integers(0, MIB), st.integers(0, 1 << 12)),
-    st.sampled_from([2 * MIB, 20 * MIB]),
-    st.integers(0, 4 * MIB),
-    st.fixed_dictionaries(
-        {
-            "loaded_once": st.integers(0, 40 * MIB),
-            "opening": st.sampled_from([0, 34 * MIB]),
-            "workspace": st.sampled_from([0, 32 * MIB]),
-            "left": st.sampled_from([0, 7 * MIB, 300 * MIB]),
-            "chunk": st.sampled_from([1, 2 * MIB, 8 * MIB]),
-            "copies": st.sampled_from([None, 40]),
-        }
-    ),
-)
-def test_an_allocator_that_rounds_is_met_within_a_tenth_or_32_mib(
-    tokens: set[int], costs: tuple[int, int, int], block: int, executable: int, others: dict[str, int]
-) -> None:
-    device = FakeDevice({"mixed": costs}, block=block, executable=executable, cached=100, **others)
-    keys = mixed(*tokens)
-    estimate, (growth, _) = device.estimate(keys), device.capture_all(keys)
-    assert abs(estimate.total_bytes - growth.total_bytes) <= max(growth.total_bytes / 10, 32 * MIB)
-
-
 def test_what_the_driver_had_left_is_seen_to_be_used_up() -> None:
     """Three samples show nothing; the ladder will take what 30 executables take, less what was there.
 

@@ -97,13 +97,6 @@ def test_a_good_model_spares_every_repetition() -> None:
     assert pool.num_bytes() == 80
 
 
-def test_a_pool_above_the_limit_stays_as_it_is() -> None:
-    every = keys(8, 4, 2)
-    pool = Pool([1], held=every[:1], num_bytes=50)
-    assert pool.fill(20, every[1:]) == tuple(every[1:])
-    assert (pool.captures, pool.drops, pool.contents) == (0, 0, every[:1])
-
-
 def test_a_pool_that_others_keep_is_not_filled_any_further() -> None:
     pool = Pool([10])
     pool.stays = 30

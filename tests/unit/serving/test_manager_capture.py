@@ -22,11 +22,8 @@ from tests.unit.serving.managed import (
     assert_right,
     captured,
     captured_keys,
-    hits,
     made,
     notes,
-    replays,
-    rows,
     run,
 )
 
@@ -116,48 +113,6 @@ def test_a_dispatcher_without_keys_needs_no_capture() -> None:
     assert "mode and sizes" in raised.value.remedy
     assert_right(manager)
     assert manager.stats().fallbacks == {DispatchReason.DISABLED: 3}
-
-
-def test_running_before_the_capture_is_refused_by_name() -> None:
-    manager = made(Rows().eval())
-    with pytest.raises(CaptureError, match="nothing has been captured yet") as raised:
-        run(manager, rows(3))
-    assert "3 keys" in raised.value.found
-    manager.capture()
-    assert_right(manager)
-    assert hits(manager) == {(FULL, 4): 1, (FULL, 8): 1, (FULL, 2): 1}
-
-
-def test_recapture_captures_all_keys_again() -> None:
-    model = Rows().eval()
-    manager = captured(model)
-    assert_right(manager)
-    with torch.no_grad():
-        model.inner.weight = nn.Parameter(torch.ones(5, WIDTH))
-    model.act = nn.ReLU()
-    manager.recapture()
-    assert captured_keys(manager) == [(FULL, 8, False), (FULL, 4, False), (FULL, 2, False)]
-    before = manager.runtime.stats().captured
-    assert_right(manager)
-    assert manager.runtime.stats().captured == before
-
-
-def test_after_close_there_is_nothing_and_it_can_be_captured_again() -> None:
-    manager = captured(Rows().eval())
-    assert_right(manager)
-    manager.close()
-    assert manager.needs_capture()
-    assert manager.stats().keys == ()
-    assert not any(
-        manager.dispatcher.is_captured(mode, key) for mode, keys in manager.dispatcher.capture_plan() for key in keys
-    )
-    with pytest.raises(CaptureError, match="nothing has been captured"):
-        run(manager, rows(3))
-    manager.close()
-    manager.capture()
-    before = replays(manager)
-    assert_right(manager)
-    assert replays(manager) == before + 3
 
 
 @torch.library.custom_op("graphpass_manager_test::fails_at", mutates_args=())

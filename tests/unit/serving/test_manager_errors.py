@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-import graphpass as gp
 from graphpass import Batch, CudagraphDispatcher, CudaGraphManager, GraphRuntime, InputSpec
 from graphpass.errors import CaptureError, ContextError, OptionError, ShapeError
 from tests.unit.serving.managed import (
@@ -113,21 +112,6 @@ def test_a_key_larger_than_the_buffers_is_refused_by_name_and_one_as_large_is_no
     manager = captured(model, sizes=(4, LARGEST))
     assert_right(manager, [3, 4, 5, LARGEST])
     assert manager.stats().replays == 4
-
-
-def test_a_dispatch_error_changes_nothing() -> None:
-    model = Rows().eval()
-    manager = captured(model, "FULL_DECODE_ONLY", query_len=2)
-    with pytest.raises(gp.errors.DispatchError, match="whole requests"):
-        run(manager, rows(3), uniform_decode=True)
-    with pytest.raises(gp.errors.DispatchError, match="num_active_loras"):
-        run(manager, rows(4), num_active_loras=1)
-    for num_tokens in (2, 4, 6, 8):
-        got = run(manager, rows(num_tokens), uniform_decode=True)
-        torch.testing.assert_close(got, model(rows(num_tokens)).detach())
-    assert manager.stats().replays == 4
-    run(manager, rows(3))
-    assert manager.report().problems == (), "the mode has no graphs for a mixed batch"
 
 
 class Scaled(torch.nn.Module):

@@ -11,7 +11,6 @@ from torch import nn
 
 from graphpass import AttentionSupport, Batch, CudagraphDispatcher, CudaGraphManager, GraphRuntime, InputSpec
 from graphpass.errors import CaptureError, ShapeError
-from tests.threads import in_threads
 from tests.unit.serving.managed import (
     LARGEST,
     MODES,
@@ -267,25 +266,6 @@ def test_closing_one_manager_of_a_runtime_leaves_the_other_right() -> None:
     assert runtime.stats().captured == before
 
 
-def test_one_dispatcher_in_two_managers_gives_right_results() -> None:
-    """It says a key is captured where the other manager has captured it."""
-    dispatcher = CudagraphDispatcher("FULL", SIZES, max_num_reqs=LARGEST)
-    one, two = Rows().eval(), Doubled()
-    first = CudaGraphManager(one, dispatcher, [X], compiler="eager")
-    second = CudaGraphManager(two, dispatcher, [X], compiler="eager")
-    first.capture()
-    assert_right(second, [3])
-    assert second.needs_capture()
-    second.capture()
-    assert_right(first)
-    assert_right(second)
-    first.close()
-    assert_right(second)
-    first.capture()
-    assert_right(first)
-    assert_right(second)
-
-
 def test_a_lazy_dispatcher_captures_each_key_at_its_first_use() -> None:
     """As the refusal of a run before the capture says."""
     model = Rows().eval()
@@ -294,16 +274,3 @@ def test_a_lazy_dispatcher_captures_each_key_at_its_first_use() -> None:
     assert_right(manager, [3, 4, 8])
     assert [key.num_tokens for _, _, key in manager.runtime.counts()] == [4, 8]
     assert "weights were replaced" not in notes(manager)
-
-
-def test_threads_without_a_lock_of_their_own_harm_nothing_but_their_results() -> None:
-    manager = captured(Rows().eval())
-
-    def body(index: int) -> None:
-        for step in range(10):
-            num_tokens = (index + step) % 8 + 1
-            assert run(manager, rows(num_tokens)).shape == (num_tokens, 5)
-
-    in_threads(body)
-    assert_right(manager)
-    assert manager.stats().replays == 43

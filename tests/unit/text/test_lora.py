@@ -37,7 +37,6 @@ from tests.unit.text.adapted import (
     mixes,
 )
 
-MODES = ("FULL", "PIECEWISE", "FULL_AND_PIECEWISE", "NONE")
 KINDS = tuple(key_kinds(1))
 
 
