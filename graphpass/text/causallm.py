@@ -45,14 +45,12 @@ class CausalLMConfig:
     capture_sizes: Sequence[int] | None = None
     #: sequence lengths to capture FULL graphs for, besides ``max_seq_len``; None: 256, 512, 1024, ...
     seq_len_buckets: Sequence[int] | None = None
-    #: capture mode. ``FULL`` captures graphs of mixed batches too; each of them attends over the most requests at the
-    #: longest length
+    #: ``FULL`` captures graphs of mixed batches, too, which attend over the most requests at the longest length
     mode: str | CUDAGraphMode = "FULL_AND_PIECEWISE"
     page_size: int | None = None  #: tokens per page of the KV cache; None: see :meth:`PagedAttention.for_model`
     #: pages of the KV cache; None: enough for ``max_num_reqs`` requests of ``max_seq_len`` tokens
     num_pages: int | None = None
-    #: guesses that a step verifies for each request, see Note [Draft tokens]. A decode graph then has
-    #: ``1 + draft_tokens`` tokens per request. 0: no drafts
+    #: guesses that a step verifies for each request, see Note [Draft tokens]
     draft_tokens: int = 0
     #: numbers of active adapters to capture graphs for; None: one graph without adapters and one for any number
     lora: LoraKeys | None = None
@@ -120,14 +118,13 @@ class CausalLM:
         max_num_reqs, max_num_tokens, max_seq_len = config.max_num_reqs, config.max_num_tokens, config.max_seq_len
         fix_frequencies(model, max_seq_len)
         compute_experts_by_token(model)
-        # Graphs of mixed batches are captured only if the user asks for mode FULL.
         is_full = CUDAGraphMode.parse(config.mode).mixed_mode() is CUDAGraphMode.FULL
         attention = PagedAttention.for_model(
             model,
             num_pages=config.num_pages,
             page_size=config.page_size,
             max_num_reqs=max_num_reqs,
-            max_num_tokens=max(max_num_tokens, 3),  # the manager's first run has other numbers of tokens and requests
+            max_num_tokens=max(max_num_tokens, 3),  # for the manager's first run
             max_seq_len=max_seq_len,
             support=AttentionSupport.ALWAYS if is_full else AttentionSupport.UNIFORM_BATCH,
         )
@@ -168,7 +165,7 @@ class CausalLM:
 
         Torch compiles single tokens apart. So, without ``capture_sizes``, an engine for several requests serves a
         single one padded to two, and an engine for one request runs prompts uncompiled. This compiles them, once they
-        have recurred. Graphs for prompts are part of the ladder, within the ``max_bytes`` of :meth:`capture`.
+        have recurred, within the ``max_bytes`` of :meth:`capture`.
         """
         with self._serving():
             adapted = self.manager.adapt(max_sizes)
@@ -187,7 +184,6 @@ class CausalLM:
         return (*adapted, *(key for key in prompts if dispatcher.is_captured(*key)))
 
     def _prompts_recur(self) -> bool:
-        """Whether prompts have run uncompiled often enough to be compiled."""
         num_prompts = self.manager.stats().fallbacks.get(DispatchReason.TOO_LARGE, 0)
         return bool(self._prompts) and num_prompts >= LEAST_REPLAYS  # guard: prompts_adapted
 
@@ -208,10 +204,8 @@ class CausalLM:
             prompts: token ids, one sequence per request.
             max_new_tokens: most new tokens, one number for all prompts or one per prompt.
             eos_token_id: tokens that end a request; the end token is included in the result.
-            adapters: the name of each prompt's LoRA adapter, or None for the model without adapters; None: no prompt
-                uses an adapter.
-            progress: show a progress bar that counts tokens; None: where stderr is a terminal, unless TQDM_DISABLE is
-                set.
+            adapters: the name of each prompt's LoRA adapter, or None for the model without adapters.
+            progress: show a progress bar; None: where stderr is a terminal, unless TQDM_DISABLE is set.
             run_ahead: see :class:`Generation`.
             drafter: see :class:`Generation`; it has no influence on the tokens.
 
@@ -241,15 +235,14 @@ class CausalLM:
     def close(self) -> None:
         """Drop all graphs, release the pool, and give the model back as it was.
 
-        :meth:`capture` and :meth:`generate` can be called again. Until then :attr:`manager` refuses to run the model,
-        because it has its former attention.
+        :meth:`capture` and :meth:`generate` can be called again; until then :attr:`manager` refuses to run the model.
         """
         self.manager.close()  # guard: served_model_manager_closed
         self._served.give_back()  # guard: served_model_given_back
 
     @contextlib.contextmanager
     def _serving(self) -> Iterator[None]:
-        """The model is changed in the body, and afterwards unless the body fails before a graph is captured."""
+        """The model is changed, and stays so unless the body fails before a graph is captured."""
         self._served.use()
         try:
             yield
@@ -260,7 +253,7 @@ class CausalLM:
 
 
 def default_capture_sizes(max_num_tokens: int) -> list[int]:
-    """The sizes 1, 2, 3, 4, 6, 8, 12, 16, 24, ... and ``max_num_tokens``: at most a third of a batch is padding."""
+    """1, 2, 3, 4, 6, 8, 12, 16, 24, ... and ``max_num_tokens``: at most a third is padding."""
     powers = [1 << n for n in range(max_num_tokens.bit_length())]
     sizes = {*powers, *(power + power // 2 for power in powers if power > 1), max_num_tokens}
     return sorted(size for size in sizes if size <= max_num_tokens)
@@ -269,11 +262,11 @@ def default_capture_sizes(max_num_tokens: int) -> list[int]:
 def _dispatcher(
     config: CausalLMConfig, lora: LoraKeys | None, is_alone: bool
 ) -> tuple[CudagraphDispatcher, tuple[Key, ...]]:
-    """A dispatcher with the keys that some batch can reach, and keys for prompts that it has only once they recur.
+    """A dispatcher, and keys for prompts that it gets once they recur.
 
-    Only FULL graphs contain a bound of the sequence length, so PIECEWISE keys exist for the largest bound only. A batch
-    of one token without drafts is a uniform decode, so in mode FULL_AND_PIECEWISE mixed keys have at least two tokens.
-    Those of an engine for one request wait until prompts recur, if no other rank has to have the same (``is_alone``).
+    Only FULL graphs contain a bound of the sequence length. A batch of one token without drafts is a uniform decode, so
+    in mode FULL_AND_PIECEWISE mixed keys have at least two tokens. Those of an engine for one request wait, if no other
+    rank has to have the same (``is_alone``).
     """
     mode, query_len, longest = CUDAGraphMode.parse(config.mode), 1 + config.draft_tokens, config.max_seq_len
     sizes = config.capture_sizes

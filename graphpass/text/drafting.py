@@ -36,11 +36,9 @@ class NgramDrafter:
     """Guesses that the last tokens of a text are followed by the same tokens as at their previous occurrence.
 
     Of the text's endings with ``min_ngram`` to ``max_ngram`` tokens it uses the longest one that occurs earlier in the
-    text, and of its occurrences the latest. If fewer than ``limit`` tokens follow that occurrence, the text has started
-    to repeat, and the guess repeats these tokens.
+    text, and of its occurrences the latest. If fewer than ``limit`` tokens follow it, the guess repeats these.
 
-    Each new token adds ``max_ngram - min_ngram + 1`` dictionary entries, independent of the length of the text. The
-    index of a request is dropped with the request object.
+    Each new token adds ``max_ngram - min_ngram + 1`` dictionary entries, which are dropped with the request object.
 
     Args:
         max_ngram: tokens of the longest ending.
@@ -63,7 +61,7 @@ class NgramDrafter:
         self._indexes: WeakKeyDictionary[Request, tuple[int, dict[bytes, int]]] = WeakKeyDictionary()
 
     def propose(self, request: Request, text: Ints, limit: int) -> Ints:
-        """Guess as :class:`Drafter` describes; returns either no tokens or ``limit`` tokens."""
+        """See :class:`Drafter`; either none or ``limit`` tokens."""
         text = np.asarray(text, dtype=np.int64)
         num_indexed, following = self._indexes.get(request, (0, {}))
         if num_indexed > len(text):  # the request was started again
@@ -72,11 +70,10 @@ class NgramDrafter:
         self._indexes[request] = len(text), following
         endings = (text[-length:].tobytes() for length in reversed(self._lengths) if length < len(text))
         place = next((following[ending] for ending in endings if ending in following), None)
-        # resize repeats or cuts the tokens to the length ``limit``.
         return text[:0] if place is None else np.resize(text[place:], limit)
 
     def _extend(self, following: dict[bytes, int], num_indexed: int, text: Ints) -> None:
-        """Index the n-grams that are followed by a token that is new since the last call."""
+        """Index the n-grams that a new token follows."""
         base = max(num_indexed - self._lengths[-1], 0)
         raw, width = text[base:].tobytes(), text.itemsize
         for end in range(max(num_indexed, 1), len(text)):
@@ -91,13 +88,13 @@ class Speculation:
     def __init__(self, drafter: Drafter, draft_tokens: int, vocab_size: int | None) -> None:
         self._drafter, self._num_last = drafter, 1 + draft_tokens
         self._max_token = np.iinfo(np.int64).max if vocab_size is None else vocab_size - 1
-        #: the tokens of each request, known ones and then drafts, in an array of its maximal length
+        #: the tokens of each request, known ones and then drafts
         self._texts: dict[Request, Ints] = {}
         self._num_known: dict[Request, int] = {}
         self.num_drafted = self.num_accepted = 0  #: verified drafts, and accepted ones among them, so far
 
     def guess(self, request: Request, limit: int) -> int:
-        """Let the drafter guess at most ``limit`` next tokens of a request; returns the number of drafts."""
+        """Let the drafter guess next tokens; returns the number of drafts."""
         text, num_known = self._texts[request], self._num_known[request]
         known = text[:num_known]
         known.flags.writeable = False
@@ -106,7 +103,7 @@ class Speculation:
         return len(drafts)
 
     def texts(self, plan: StepPlan) -> list[Ints]:
-        """All tokens of each row's request, its drafts included."""
+        """All tokens of each row's request, with drafts."""
         for request in plan.requests:
             if request not in self._texts:
                 num_known = self._num_known[request] = len(request.prompt)
@@ -115,7 +112,7 @@ class Speculation:
         return [self._texts[request] for request in plan.requests]
 
     def verify(self, plan: StepPlan, answers: Sequence[int]) -> list[tuple[Request, list[int], bool]]:
-        """Compare the drafts of a step with the model's answers, and append the accepted tokens to the texts."""
+        """Append the drafts that are the model's answers to the texts: (request, new tokens, whether it has ended)."""
         verified = []
         rows = zip(plan.requests, plan.samples.tolist(), plan.num_drafts.tolist(), strict=True)
         for row, (request, samples, num_drafts) in enumerate(rows):
@@ -125,7 +122,6 @@ class Speculation:
         return verified
 
     def _accepted(self, request: Request, answers: Sequence[int]) -> tuple[list[int], bool]:
-        """The new tokens of a request, and whether the last of these ends it."""
         num_drafts = len(answers) - 1
         after_known = self._texts[request][self._num_known[request] :]
         drafts = after_known[:num_drafts].tolist()
@@ -141,7 +137,7 @@ class Speculation:
         return tokens, end is not None or self._num_known[request] == request.max_length
 
     def forget(self, request: Request) -> None:
-        """Drop the text of a request that has ended; an unknown request is ignored."""
+        """Drop the text of a request."""
         self._texts.pop(request, None)
         self._num_known.pop(request, None)
 

@@ -1,19 +1,18 @@
 """The experts of Hugging Face's mixtures, computed by an op that keeps the tokens of a batch apart.
 
-Transformers' own implementations sort the tokens of a batch by expert (``grouped_mm``), copy one weight for each token
-(``batched_mm``), or read on the host which experts have tokens (``eager``). So none of them can be captured for every
-size: it cannot be proved that the first keeps tokens apart, the second needs gigabytes for a long prompt, and the third
-cannot be recorded.
+Transformers' own implementations sort the tokens of a batch by expert (``grouped_mm``), which cannot be proved to keep
+them apart, copy one weight for each token (``batched_mm``), gigabytes for a long prompt, or read on the host which
+experts have tokens (``eager``).
 
-Row ``[t, j]`` of the op's result is ``x[t] @ weight[experts[t, j]]``: it depends on token t and on no other token.
-Inside, the op sorts the (token, expert) pairs by expert, so that pairs of one expert share a matrix product. It reads
-no data on the host, so it can be captured on CUDA. There are two ways to the products of the sorted pairs:
+Row ``[t, j]`` of the op's result is ``x[t] @ weight[experts[t, j]]``: it depends on token t alone. Inside, the op sorts
+the (token, expert) pairs by expert, so that pairs of one expert share a matrix product. It reads no data on the host.
+There are two ways to the products of the sorted pairs:
 
-- *Kernel*: ``torch.nn.functional.grouped_mm``, where it has a kernel that reads the group bounds on the device:
-  bfloat16 on GPUs of compute capability 9, and all floating dtypes of its CPU implementation.
+- *Kernel*: ``torch.nn.functional.grouped_mm``, where it reads the group bounds on the device: bfloat16 on GPUs of
+  compute capability 9, and all floating dtypes on the CPU.
 - *Blocks*: the pairs of each expert fill blocks of equal size, and one batched product multiplies each block by a copy
-  of its expert's weight. The number of blocks follows from the shapes alone. The products compute at most three times
-  as many rows as there are pairs, and copy at most two weights for each expert, a limited number of them at a time.
+  of its expert's weight. The products compute at most three times as many rows as there are pairs, and copy at most two
+  weights for each expert, a limited number of them at a time.
 """
 
 from __future__ import annotations
@@ -31,30 +30,26 @@ EXPERT_LINEAR = "graphpass::expert_linear"
 HUGGING_FACE_NAME = "graphpass_experts"
 
 _REPLACED = (None, "eager", "batched_mm", "grouped_mm")
-"""Implementations of transformers that compute what this one computes."""
+"""Implementations of transformers that compute the same."""
 _TRIAL_TOKENS = 4
 _TRIAL_ERROR = 0.05
-"""Largest difference in the trial, relative to the largest entry: more than rounding in half precision, and less than
-what a bias, a norm or another activation makes."""
+"""Relative to the largest entry: more than rounding in half precision, less than what a bias or a norm makes."""
 _COPIED_BYTES = 256 << 20
-"""Most bytes of weights that the blocks of one batched product copy, if a single weight is not larger."""
+"""Most bytes of weights that one batched product copies, if a single weight is not larger."""
 _KERNEL_ALIGNMENT = 16
 """In bytes: ``grouped_mm`` requires it of rows, and of the rows and columns of weights."""
 _KERNEL_DTYPES = {
     "cpu": (torch.float32, torch.bfloat16, torch.float16),
-    "cuda": (torch.bfloat16,),  # with other dtypes it reads the group bounds on the host
+    "cuda": (torch.bfloat16,),  # with other dtypes it reads the bounds on the host
 }
 _KERNEL_CAPABILITY = 9
-"""Major compute capability. On others ``grouped_mm`` reads the group bounds on the host."""
+"""Major compute capability; on others ``grouped_mm`` reads the bounds on the host."""
 
 # -- modules of transformers -------------------------------------------------------------------------------------------
 
 
 def compute_experts_by_token(model: torch.nn.Module) -> None:
-    """Set the experts of a Hugging Face model to :func:`expert_linear`. A model without experts does not change.
-
-    The implementation is a setting of the model's config, so it holds for all models with the same config object.
-    """
+    """Set the experts of a Hugging Face model, and of others with its config object, to :func:`expert_linear`."""
     modules = {name: module for name, module in model.named_modules() if _has_experts(module)}
     if not modules:
         return
@@ -75,7 +70,6 @@ def compute_experts_by_token(model: torch.nn.Module) -> None:
 
 
 def _has_experts(module: torch.nn.Module) -> bool:
-    """Whether the module computes experts by the implementation that its config names."""
     config = getattr(module, "config", None)
     return all(hasattr(module, name) for name in ("has_gate", "is_transposed")) and hasattr(
         config, "_experts_implementation"
@@ -88,7 +82,7 @@ def _set_implementation(config: Any, name: str | None) -> None:
 
 @torch.no_grad()
 def _try_out(name: str, module: Any) -> None:
-    """Refuse a module whose own forward and this implementation differ for a few random tokens."""
+    """Refuse a module whose own forward computes something else for random tokens."""
     before = module.config._experts_implementation
     try:
         inputs = _trial_inputs(module)
@@ -128,11 +122,7 @@ def _trial_inputs(module: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 def _experts_forward(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """The output of a module of experts, with the signature that transformers calls.
-
-    ``hidden_states`` and the result are [tokens, features]; the experts of each token and the weights of their outputs
-    in the sum are [tokens, k].
-    """
+    """The output of a module of experts, with the signature that transformers calls; indices are [tokens, k]."""
     first = "gate_up_proj" if module.has_gate else "up_proj"
     biases = {name: getattr(module, f"{name}_bias") if module.has_bias else None for name in (first, "down_proj")}
     inner = expert_linear(hidden_states, top_k_index, getattr(module, first), biases[first], module.is_transposed)
@@ -155,7 +145,7 @@ torch.library.define(
 def expert_linear(
     x: torch.Tensor, experts: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool
 ) -> torch.Tensor:
-    """Multiply each token by the weights of its experts: the op of this module. It has no gradient."""
+    """Multiply each token by the weights of its experts: the op, without a gradient."""
     result: torch.Tensor = torch.ops.graphpass.expert_linear(x, experts, weight, bias, transposed)
     return result
 
@@ -184,7 +174,7 @@ def _expert_linear(
 def _empty_result(
     x: torch.Tensor, experts: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool
 ) -> torch.Tensor:
-    """Uninitialised memory for the result; the fake implementation, which tracing calls."""
+    """Memory for the result; also the fake implementation."""
     return x.new_empty((*experts.shape, weight.shape[2 if transposed else 1]), dtype=weight.dtype)
 
 
@@ -207,7 +197,7 @@ register_padding_rule(EXPERT_LINEAR, _expert_linear_by_row)
 def products_by_kernel(
     rows: torch.Tensor, experts: torch.Tensor, weight: torch.Tensor, transposed: bool
 ) -> torch.Tensor:
-    """Multiply rows, sorted by expert, with ``grouped_mm``. Arguments and result: see :func:`products_by_blocks`."""
+    """:func:`products_by_blocks` with ``grouped_mm``."""
     numbers = torch.arange(weight.shape[0], device=rows.device)
     ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
     return F.grouped_mm(rows, weight if transposed else weight.transpose(1, 2), offs=ends)
@@ -228,7 +218,7 @@ def products_by_blocks(
     lengths = torch.searchsorted(experts, numbers, right=True) - starts
     blocks = (lengths + size - 1) // size
     ends = blocks.cumsum(0)
-    # The place of a row: its expert's first block, and its rank among the rows of its expert.
+    # Of a row: its expert's first block, and its rank among the rows of its expert.
     shifts = (ends - blocks) * size - starts
     places = shifts.index_select(0, experts) + torch.arange(num_pairs, device=device)
     of_block = torch.searchsorted(ends, torch.arange(num_blocks, device=device), right=True)
@@ -243,7 +233,7 @@ def products_by_blocks(
 
 
 def _has_kernel(rows: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether ``grouped_mm`` multiplies these without a read of data on the host."""
+    """Whether ``grouped_mm`` multiplies these without a read on the host."""
     device = weight.device
     if weight.dtype not in _KERNEL_DTYPES.get(device.type, ()):
         return False

@@ -1,7 +1,6 @@
 """The generation loop: plans a step, launches it on a manager, and reads its tokens.
 
-On CUDA a step is launched before the tokens of the one before are read, see Note [Running ahead]. Steps with draft
-tokens run one after the other, see Note [Draft tokens].
+See Note [Running ahead] and Note [Draft tokens].
 """
 
 from __future__ import annotations
@@ -128,7 +127,7 @@ class Generation:
         self._adapters.slot_of(request.adapter)
 
     def add(self, request: Request) -> None:
-        """Queue a request. It starts when all earlier requests have started and enough rows and pages are free.
+        """Queue a request. It starts after all earlier ones, when rows and pages are free.
 
         Raises:
             OptionError, ShapeError: the request can never run, or was added before.
@@ -156,15 +155,14 @@ class Generation:
             The new tokens of this step; those of the step before if this object runs ahead.
 
         Raises:
-            OutOfPagesError: no request runs, and other users of the cache have the pages that the queued ones need. The
-                queue is unchanged.
-            GraphpassError: the manager could not run the step. All requests are dropped, and their pages are free.
+            OutOfPagesError: no request runs, and other users of the cache have the pages that the queued ones need.
+            GraphpassError: the manager could not run the step. All requests are dropped.
         """
         self._steps.attended()  # guard: generation_steps_of_a_caller
         return self._step()
 
     def _step(self) -> list[NewToken]:
-        """:meth:`step`, where nobody but this package has had control since the last one."""
+        """:meth:`step`, where no user code has run since the last one."""
         try:
             plan = self._plan()
         except OutOfPagesError:
@@ -241,7 +239,7 @@ class Generation:
                 self._scheduler.finish(plan.requests[row])
 
     def _read(self, plan: StepPlan) -> list[NewToken]:
-        """Wait for a launched step and return its tokens; tokens of requests that have ended are dropped."""
+        """Wait for a launched step; returns its tokens of open requests."""
         if self._speculation is not None:
             return self._read_verified(plan, self._speculation)
         new_tokens, still_open = [], self._open
@@ -280,7 +278,7 @@ def requests_of(
     eos_token_id: int | Collection[int] | None = None,
     adapters: Sequence[str | None] | None = None,
 ) -> list[Request]:
-    """A request for each prompt, named by its position; see :meth:`CausalLM.generate`."""
+    """A request for each prompt; see :meth:`CausalLM.generate`."""
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     names: Sequence[str | None] = [None] * len(prompts) if adapters is None else list(adapters)
     for name, values in (("max_new_tokens", limits), ("adapters", names)):
@@ -305,7 +303,7 @@ def complete(
     run_ahead: bool | None = None,
     drafter: Drafter | None = None,
 ) -> list[list[int]]:
-    """Run requests until all have ended; see :meth:`CausalLM.generate`. Returns the new tokens of each request."""
+    """The new tokens of each request; see :meth:`CausalLM.generate`."""
     texts: dict[Request, list[int]] = {request: [] for request in requests}
     total = sum(request.max_new_tokens for request in requests)
     with Generation(manager, run_ahead=run_ahead, drafter=drafter) as generation:

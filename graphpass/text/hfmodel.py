@@ -1,11 +1,9 @@
 """What a Hugging Face model needs to be served: its next tokens, configs of its own, and fixed rotary frequencies.
 
-Two kinds of rotary embeddings depend on the longest text of a batch: ``dynamic`` frequencies grow with the longest text
-seen so far, and ``longrope`` has one set of factors for short texts and one for long texts. Transformers compares the
-largest position of each call with the length of the texts that the model was trained on, and switches the frequencies
-of the whole call. In a batch of many requests one long text would so change the frequencies of the others, and a text
-that becomes long has keys in the cache that were rotated with the frequencies for short ones. Up to the length of
-training the frequencies are fixed, and served.
+Two kinds of rotary embeddings depend on the longest text of a batch: ``dynamic`` frequencies grow with it, and
+``longrope`` has other factors for long texts. In a batch of many requests one long text would so change the frequencies
+of the others, and a text that becomes long has keys in the cache that were rotated with those for short ones. Up to the
+length of training the frequencies are fixed, and served.
 """
 
 from __future__ import annotations
@@ -27,14 +25,12 @@ from graphpass.errors import OptionError
 class NextToken(torch.nn.Module):
     """A causal language model that returns the most likely next token of each request.
 
-    The tokens of all requests are packed into one row: ``input_ids`` and ``position_ids`` have shape (1, tokens).
-    ``last_rows``, shape (requests,), is the index of each request's last token in that row. The result are token ids,
-    int64 (requests,). Logits are computed for the last tokens only, if the model has the argument ``logits_to_keep``,
-    and compared in float32.
+    The tokens of all requests are one row: ``input_ids`` and ``position_ids`` are (1, tokens). ``last_rows``,
+    (requests,), is the index of each request's last token in it. The result are token ids, int64 (requests,). Logits
+    are computed for the last tokens only, if the model has the argument ``logits_to_keep``, and compared in float32.
 
-    To verify k drafts, ``last_rows`` has shape (requests, 1 + k): the indices of each request's last ``1 + k`` tokens.
-    If a request has fewer tokens in the step, the index of its first one is repeated in front. The result then has
-    shape (requests, 1 + k).
+    To verify k drafts, ``last_rows`` and the result are (requests, 1 + k): of each request's last ``1 + k`` tokens. If
+    it has fewer in the step, its first one is repeated in front.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -57,11 +53,7 @@ class NextToken(torch.nn.Module):
 
 
 def refuse_stateful(model: torch.nn.Module) -> None:
-    """Refuse a model with layers that carry a state from token to token, such as a state space or linear attention.
-
-    A manager refuses such a model too, because these layers mix the tokens of a batch, but only after it has compiled
-    the model, which takes minutes for a scan.
-    """
+    """Refuse a model with layers that carry a state from token to token, before it is compiled, which takes minutes."""
     if getattr(model, "_is_stateful", False):
         raise OptionError(
             f"{type(model).__name__} keeps a state for each request that pages do not cover",
@@ -79,13 +71,12 @@ def refuse_stateful(model: torch.nn.Module) -> None:
 class _Attribute:
     """An attribute of a module that served models change."""
 
-    former: Any = None  #: its value when no served model uses the module
-    copy: Any = None  #: the copy of the config that it refers to while it is served; None: it is no config
+    former: Any = None  #: its value while no served model uses the module
+    copy: Any = None  #: of a config: the copy that it refers to while it is served
     values: list[tuple[object, Any]] = field(default_factory=list)  #: (who changed it, to what), the latest last
 
 
 _CHANGED: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, _Attribute]] = weakref.WeakKeyDictionary()
-"""The attributes that served models have changed, by module and name."""
 
 
 def _changed(module: torch.nn.Module, name: str) -> _Attribute:
@@ -95,10 +86,8 @@ def _changed(module: torch.nn.Module, name: str) -> _Attribute:
 class ServedModel:
     """A Hugging Face model that is changed to be served, until it is given back.
 
-    The attention implementation of a model is a setting of its config, and other models may share the config object.
-    So the modules of a served model refer to copies of their configs. Objects that serve the same modules, as one model
-    or as parts of several, share the copies. They may give the modules back in any order; a module is as before when
-    none of them uses it.
+    Other models may share its config objects, so its modules refer to copies. Objects that serve the same modules share
+    the copies, and may give the modules back in any order.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -114,7 +103,7 @@ class ServedModel:
 
     @contextlib.contextmanager
     def changed(self) -> Iterator[None]:
-        """Record the attributes and buffers of modules that the body sets. If it fails, the model is given back."""
+        """Record what the body sets. If it fails, the model is given back."""
         try:
             with restored_on_error(self._model) as before:
                 yield
@@ -126,7 +115,7 @@ class ServedModel:
             self._enter(*self._changes[-1], former)
 
     def use(self) -> None:
-        """Change the model again after :meth:`give_back`. Does nothing if this object uses the model already."""
+        """Change the model again after :meth:`give_back`."""
         if self._is_in_use:
             return
         self._is_in_use = True
@@ -135,17 +124,14 @@ class ServedModel:
             setattr(module, name, value)
 
     def _enter(self, module: torch.nn.Module, name: str, value: Any, former: Any) -> None:
-        """Count a change that this object makes; ``former`` is the attribute's value before."""
+        """Count a change; ``former`` is the value before."""
         attribute = _changed(module, name)
         if not attribute.values:  # guard: served_model_shared_modules
             attribute.former = former
         attribute.values.append((self._key, value))
 
     def give_back(self) -> None:
-        """Take back all changes that no other object has made as well.
-
-        An attribute that was set to another value since then is unchanged.
-        """
+        """Take back all changes that no other object has made, and that nobody has overwritten."""
         if not self._is_in_use:
             return
         self._is_in_use = False
@@ -159,7 +145,7 @@ class ServedModel:
 
 
 def _copied_configs(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, Any]]:
-    """(module, attribute, copy) for every reference of a module to a config. References to one object have one copy."""
+    """(module, attribute, copy) for every reference of a module to a config."""
     config_class = importlib.import_module("transformers").PreTrainedConfig
     found = [(m, name, v) for m in model.modules() for name, v in vars(m).items() if isinstance(v, config_class)]
     copies: dict[int, Any] = {}
@@ -174,7 +160,7 @@ def _copied_configs(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, 
 
 @contextlib.contextmanager
 def restored_on_error(model: torch.nn.Module) -> Iterator[dict[torch.nn.Module, dict[str, Any]]]:
-    """Set attributes and buffers of modules, which it yields, and settings of their configs back if the body fails."""
+    """Set modules, whose attributes it yields, and their configs back if the body fails."""
     before = {module: _attributes(module) for module in model.modules()}
     config_class = importlib.import_module("transformers").PreTrainedConfig
     configs = {id(v): v for module in before for v in vars(module).values() if isinstance(v, config_class)}
@@ -191,7 +177,7 @@ def restored_on_error(model: torch.nn.Module) -> Iterator[dict[torch.nn.Module, 
 
 
 def _changed_since(before: dict[torch.nn.Module, dict[str, Any]]) -> list[tuple[torch.nn.Module, str, Any]]:
-    """(module, name, former value) of each attribute and buffer that is another object now."""
+    """(module, name, former value) of what is another object now."""
     return [
         (module, name, former[name])
         for module, former in before.items()
@@ -207,14 +193,11 @@ def _attributes(module: torch.nn.Module) -> dict[str, Any]:
 # -- rotary frequencies ------------------------------------------------------------------------------------------------
 
 _FIXED = {"dynamic": "unscaled (graphpass)", "longrope": "short factors (graphpass)"}
-"""{rope type: the type of a module with fixed frequencies}. Transformers does not change frequencies of the latter."""
+"""{rope type: the type of a module with fixed frequencies}, which transformers does not change."""
 
 
 def fix_frequencies(model: torch.nn.Module, max_seq_len: int) -> None:
-    """Give the rotary embeddings of a model the frequencies of texts up to ``max_seq_len`` tokens, in every call.
-
-    Sets ``rope_type`` and the buffer of frequencies of embeddings whose frequencies change; others are left alone.
-    """
+    """Give the rotary embeddings of a model the frequencies of texts up to ``max_seq_len`` tokens, in every call."""
     changing = [
         (name, module, layer_type, kind)
         for name, module in model.named_modules()
@@ -238,7 +221,7 @@ def fix_frequencies(model: torch.nn.Module, max_seq_len: int) -> None:
 
 
 def _rope_types(module: torch.nn.Module) -> list[tuple[str | None, str]]:
-    """(type of layers, type of their rotary embedding) of a module; the first is None if all layers have the same."""
+    """(type of layers, or None for all, type of their rotary embedding)."""
     rope_type = getattr(module, "rope_type", None)
     if isinstance(rope_type, dict):
         return list(rope_type.items())
@@ -246,7 +229,7 @@ def _rope_types(module: torch.nn.Module) -> list[tuple[str | None, str]]:
 
 
 def _changing_kind(rope_type: str) -> str | None:
-    """The kind of a rotary embedding, also if it is fixed already; None if its frequencies never change."""
+    """The kind of an embedding, fixed or not; None if its frequencies never change."""
     by_name = {fixed: kind for kind, fixed in _FIXED.items()}
     if "dynamic" in rope_type:
         return "dynamic"
@@ -254,7 +237,7 @@ def _changing_kind(rope_type: str) -> str | None:
 
 
 def _longest_fixed(module: Any, layer_type: str | None, kind: str) -> tuple[int, str]:
-    """The longest text that has the frequencies of shorter ones, and the setting that says so."""
+    """The longest text with the frequencies of shorter ones, and the setting that says so."""
     if kind == "dynamic":
         return module.original_max_seq_len, "max_position_embeddings"
     parameters = module.config.rope_parameters
@@ -263,12 +246,12 @@ def _longest_fixed(module: Any, layer_type: str | None, kind: str) -> tuple[int,
 
 
 def _fix(module: Any, layer_type: str | None, kind: str) -> None:
-    """Give one embedding its original frequencies for good. Does nothing if it has them: graphs may read them."""
+    """Give one embedding its original frequencies, unless it has them: graphs may read them."""
     if dict(_rope_types(module))[layer_type] == _FIXED[kind]:
         return
     prefix = "" if layer_type is None else f"{layer_type}_"  # as transformers names them
     buffer = f"{prefix}inv_freq"
-    # A copy: the buffer may be the tensor of the frequencies for long texts, which transformers keeps.
+    # A copy: transformers may keep the buffer's tensor for long texts.
     original = getattr(module, f"{prefix}original_inv_freq")  # guard: rope_original
     setattr(module, buffer, original.to(getattr(module, buffer).device, copy=True))
     module.rope_type = _FIXED[kind] if layer_type is None else {**module.rope_type, layer_type: _FIXED[kind]}

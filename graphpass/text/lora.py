@@ -5,10 +5,9 @@ new capture. Each token's slot is an input of the model, and the number of adapt
 key.
 
 In each adapted layer an op multiplies all tokens by the stacked down-projections of all n adapters of the step, sets
-the results of other adapters than the token's to zero, and multiplies by the stacked up-projections. So a step with n
-adapters of rank r costs two matrix products of inner size n * r, and a graph that is captured for n adapters serves
-every mix of up to n. The op reads n from the forward context's batch descriptor when it runs; a captured graph belongs
-to one descriptor. Without a descriptor the op computes all slots.
+the results of other adapters than the token's to zero, and multiplies by the stacked up-projections. So a graph that is
+captured for n adapters serves every mix of up to n. The op reads n from the forward context's batch descriptor; without
+one it computes all slots.
 """
 
 from __future__ import annotations
@@ -39,8 +38,6 @@ SLOTS, ORDER = "lora_slots", "lora_order"
 
 _STATE_DICT_NAME = re.compile(r"(?:base_model\.model\.)?(?P<path>.+)\.lora_(?P<which>[AB])(?:\.[^.]+)?\.weight")
 
-# -- adapters ----------------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterBatch:
@@ -50,10 +47,7 @@ class AdapterBatch:
     num_active: int  #: number of different adapters, the value for :attr:`Batch.num_active_loras`
 
     def added_to(self, batch: Batch) -> Batch:
-        """A copy of ``batch`` with these inputs and ``num_active_loras``.
-
-        A graph computes ``num_active_loras`` adapters, so a number that is too small would leave adapters out.
-        """
+        """A copy of ``batch`` with these inputs and ``num_active_loras``."""
         inputs = {**(batch.inputs or {}), **self.inputs}
         return replace(batch, inputs=inputs, num_active_loras=self.num_active)
 
@@ -66,8 +60,8 @@ class LoraAdapters:
     loaded and unloaded afterwards.
 
     For n adapters, each layer computes two more products of inner size ``n * max_rank``, copies the n adapters' weights
-    if n is below ``max_loras``, and launches about six more kernels. n is the number in the key, which
-    :class:`LoraKeys <graphpass.LoraKeys>` rounds up, not the number in the batch.
+    if n is below ``max_loras``, and launches about six more kernels. n is the number in the key, see
+    :class:`LoraKeys <graphpass.LoraKeys>`.
 
     Args:
         model: the model, or a module that contains it; its layers are replaced in place.
@@ -100,11 +94,11 @@ class LoraAdapters:
         return tuple(self._slot_of)
 
     def wrap(self, model: nn.Module) -> LoraModel:
-        """A module around ``model``, which contains the layers; it has the two inputs of :meth:`input_specs` too."""
+        """A module around ``model``, with the inputs of :meth:`input_specs`, too."""
         return LoraModel(model, self)
 
     def input_specs(self, max_num_tokens: int) -> tuple[InputSpec, InputSpec]:
-        """The declarations of the two inputs that :meth:`wrap` adds. Padded tokens have no adapter."""
+        """The two inputs that :meth:`wrap` adds. Padded tokens have no adapter."""
         return (
             InputSpec(SLOTS, (max_num_tokens,), torch.int64, padding=NO_ADAPTER),
             InputSpec(ORDER, (self.max_loras,), torch.int64, token_dim=None),
@@ -113,7 +107,7 @@ class LoraAdapters:
     def load(
         self, name: str, weights: Mapping[str, Any], *, alpha: float | None = None, scaling: float | None = None
     ) -> None:
-        """Write an adapter to a free slot, in place; captured graphs can serve it without a new capture.
+        """Write an adapter to a free slot; captured graphs serve it.
 
         Args:
             name: name of the adapter, for :attr:`Request.adapter`.
@@ -216,7 +210,7 @@ class LoraAdapters:
         return np.array(slots, dtype=np.int64), np.array(order, dtype=np.int64), len(used)
 
     def watch(self, in_use: Callable[[], Collection[str | None]]) -> None:
-        """Refuse to unload adapters that ``in_use``, a bound method, returns, as long as its object exists."""
+        """Refuse to unload the adapters that a bound method returns, as long as its object exists."""
         self._uses = [use for use in (*self._uses, weakref.WeakMethod(in_use)) if use() is not None]
 
     def _blank(self, slot: int) -> None:
@@ -226,10 +220,7 @@ class LoraAdapters:
 
 
 class LoraModel(nn.Module):
-    """A model with each token's adapter as an input.
-
-    Its forward takes ``lora_slots`` and ``lora_order`` besides the model's inputs, by name, and returns the model's
-    result.
+    """A model with each token's adapter as an input: ``lora_slots`` and ``lora_order``, by name.
 
     Args:
         model: the model that contains the adapted layers.
@@ -253,7 +244,7 @@ class LoraModel(nn.Module):
 
 
 def lora_keys(adapters: LoraAdapters | None, model: nn.Module, keys: LoraKeys | None) -> LoraKeys | None:
-    """The adapter counts of a causal LM's keys: ``keys``, or by default one for any number; None without adapters."""
+    """The adapter counts of a causal LM's keys, by default one for any number; None without adapters."""
     max_loras = 0 if adapters is None else adapters.max_loras
     layers = () if adapters is None else tuple(adapters.layers.values())
     modules = set(map(id, model.modules()))
@@ -278,7 +269,7 @@ def lora_keys(adapters: LoraAdapters | None, model: nn.Module, keys: LoraKeys | 
 
 
 def _targeted_layers(model: nn.Module, targets: Collection[str]) -> dict[str, nn.Linear]:
-    """{path: layer} of the layers that match a target; each has to be a plain ``nn.Linear`` with one path."""
+    """{path: layer} of the layers that match a target."""
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[str, nn.Linear] = {}
     for target in ((targets,) if isinstance(targets, str) else tuple(targets)) or ("",):
@@ -313,7 +304,7 @@ def _targeted_layers(model: nn.Module, targets: Collection[str]) -> dict[str, nn
 
 
 def _pairs_of(name: str, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """An adapter's weights as {layer: (A, B)}; they may have this form, or be a state dict with PEFT's names."""
+    """An adapter's weights as {layer: (A, B)}."""
     if weights and not any(isinstance(value, torch.Tensor) for value in weights.values()):
         return dict(weights)
     halves: dict[str, dict[str, Any]] = {}
@@ -372,17 +363,14 @@ def _check_pairs(name: str, pairs: Mapping[str, Any], layers: Mapping[str, LoraL
 
 @dataclass(eq=False)
 class TokenAdapters:
-    """The adapters of the running forward; all adapted layers of a model share one object."""
+    """The adapters of the running forward, which all layers of a model share; without one None."""
 
-    slots: torch.Tensor | None = None  #: of each token, int64 (tokens,), ``NO_ADAPTER`` for none; None: no forward runs
-    order: torch.Tensor | None = None  #: all slots, those in use first, int64 (slots,); None: no forward runs
+    slots: torch.Tensor | None = None  #: of each token, int64 (tokens,), ``NO_ADAPTER`` for none
+    order: torch.Tensor | None = None  #: all slots, those in use first, int64 (slots,)
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer that adds the output of each token's adapter.
-
-    It has the parameters of the replaced layer under the same names. Adapters are not part of the state dict.
-    """
+    """A linear layer that adds the output of each token's adapter. Adapters are not in its state dict."""
 
     lora_a: torch.Tensor  #: down-projections, (slots, rank, in_features); zero in a free slot
     lora_b: torch.Tensor  #: up-projections, scaled, (slots, rank, out_features)
@@ -398,7 +386,7 @@ class LoraLinear(nn.Linear):
                 self.register_buffer(name, linear.weight.new_zeros(max_loras, max_rank, width), persistent=False)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as nn.Linear calls it
-        """The layer's output for ``input`` (..., in_features) plus the adapters' outputs, (..., out_features)."""
+        """The output of the layer and of adapters."""
         out = F.linear(input, self.weight, self.bias)
         tokens = self._tokens
         if tokens.slots is not None:
@@ -421,10 +409,7 @@ def _add_lora(
     slots: torch.Tensor,
     order: torch.Tensor,
 ) -> None:
-    """Add the outputs of the tokens' adapters for ``x`` [..., in features] to ``out`` [..., out features], in place.
-
-    ``slots`` is negative for tokens without an adapter; only the first slots of ``order`` are computed.
-    """
+    """Add the outputs of the tokens' adapters for ``x`` to ``out``; only the first slots of ``order`` are computed."""
     num_tokens, num_rows = slots.shape[0], x.numel() // x.shape[-1]
     if num_rows != num_tokens:
         raise ShapeError(

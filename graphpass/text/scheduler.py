@@ -1,12 +1,11 @@
 """Continuous batching: plans the requests, tokens and pages of each step, with NumPy arrays and without tensors.
 
 Every running request that has computed its prompt decodes one token per step. The rest of the token budget goes to
-prompts, in chunks and in the order of arrival. A request is admitted when all pages that it may ever need are free, so
-no request is preempted. Requests are admitted strictly in the order of arrival, so none starves: a running request
-advances in every step, or waits for an older one that does.
+prompts, in chunks. A request is admitted when all pages that it may ever need are free, so none is preempted, and in
+the order of arrival, so none starves.
 
-Tokens are counted when they are planned, see Note [Running ahead], and accepted drafts after their verification, see
-Note [Draft tokens].
+Tokens are counted when they are planned (Note [Running ahead]), accepted drafts when they are verified (Note [Draft
+tokens]).
 """
 
 from __future__ import annotations
@@ -89,34 +88,28 @@ def _token_ids(name: str, eos_token_id: int | Collection[int] | None) -> frozens
 
 
 class StepPlan(NamedTuple):
-    """The work of one step: one row for each request of the step, in the order of admission.
-
-    Later steps do not write to the arrays. The pages in ``block_tables`` belong to a request as long as it runs.
-    """
+    """The work of one step: one row for each request, in the order of admission."""
 
     requests: tuple[Request, ...]  #: the request of each row
-    slots: Ints  #: a number below ``max_num_reqs`` that identifies the request while it runs, int64 (rows,)
-    query_lens: Ints  #: tokens of each row in this step, drafts included, int64 (rows,)
-    seq_lens: Ints  #: tokens of each request after this step, drafts included, int64 (rows,)
-    num_drafts: Ints  #: number of drafts, which are the last tokens of the row, int64 (rows,)
-    #: The row has computed its prompt, so its newest token is the result of the step before, bool (rows,). In a row
-    #: extended by ``fill`` that token follows tokens that are computed again.
+    slots: Ints  #: a number below ``max_num_reqs`` that identifies the request while it runs
+    query_lens: Ints  #: tokens of each row in this step, drafts included
+    seq_lens: Ints  #: tokens of each request after this step, drafts included
+    num_drafts: Ints  #: of the last tokens of the row
+    #: The row has computed its prompt, so its newest token is the result of the step before. In a row extended by
+    #: ``fill`` it follows tokens that are computed again.
     decodes: Flags
-    samples: Flags  #: the row computes the newest known token of its request, so it yields a new token, bool (rows,)
-    ends: Flags  #: the new token is the request's last one because of ``max_new_tokens``, bool (rows,)
-    block_tables: npt.NDArray[np.int32]  #: pages of each row, (rows, most pages per request), filled with 0 at the end
+    samples: Flags  #: the row computes the newest known token of its request, so it yields a new one
+    ends: Flags  #: the new token is the request's last one because of ``max_new_tokens``
+    block_tables: npt.NDArray[np.int32]  #: pages of each row, (rows, most pages per request), 0 after the last
     num_tokens: int  #: tokens of all rows
     uniform_decode: bool  #: every row has ``1 + draft_tokens`` tokens
-    #: The step before had the same requests in the same rows with one token each, and each of them got a new token:
-    #: only the sequence lengths differ, by one.
-    same_rows: bool
+    same_rows: bool  #: all that differs from the step before is one token more of each row
 
 
 class Scheduler:
     """Plans steps until every request has all its tokens.
 
-    A step has at most ``max_num_tokens``, in which ``max_num_reqs * (1 + draft_tokens)`` always fit; a row has at most
-    ``draft_tokens`` drafts. Prompts are not checked against a ``vocab_size`` of None.
+    A step has at most ``max_num_tokens``, a row at most ``draft_tokens`` drafts.
     """
 
     def __init__(
@@ -145,7 +138,7 @@ class Scheduler:
         self._decode: StepPlan | None = None
 
     def check(self, request: Request) -> None:
-        """Refuse a request that can never run; the request is not queued."""
+        """Refuse a request that can never run."""
         if self._vocab_size is not None and request.prompt.max() >= self._vocab_size:
             raise OptionError(
                 f"{request.name} contains a token that is not in the model's vocabulary",
@@ -181,10 +174,7 @@ class Scheduler:
         self._waiting.append(request)
 
     def finish(self, request: Request) -> None:
-        """End a request, also one with tokens to come, and free its pages; an unknown request is ignored.
-
-        The next step may give its pages to another request, because steps run in the order in which they are planned.
-        """
+        """End a request and free its pages, which the next step may give to another: steps run in their order."""
         slot = self._slot_of.pop(request, None)
         if slot is not None:
             self._source.free(self._pages_of.pop(request))
@@ -213,10 +203,10 @@ class Scheduler:
         if not self._running:
             return None
         plan = self._decode_again() if self._decode is not None else self._mixed(guess, fill)
-        # In every step: reductions of ufuncs take half the time of the methods of arrays.
+        # Reductions of ufuncs take half the time of the methods of arrays.
         if np.logical_or.reduce(plan.ends):
             self._rows_changed = True
-        # If every row has one token, the plan has all running requests, because max_num_tokens >= max_num_reqs.
+        # With one token in every row, the plan has all running requests.
         repeats = plan.same_rows or (plan.uniform_decode and not self._draft_tokens and plan.samples.all())
         self._decode = plan if repeats and not self._rows_changed else None
         return plan
@@ -253,13 +243,13 @@ class Scheduler:
             )
 
     def _collect_rows(self) -> None:
-        """Update the rows: the requests with a token to come. A request whose last token is planned has no row."""
+        """Update the rows: the requests with a token to come."""
         self._running = [r for r, slot in self._slot_of.items() if self._new[slot] < self._limit[slot]]
         self._slots = np.array([self._slot_of[request] for request in self._running], dtype=np.int64)
         self._rows_changed, self._decode = False, None
 
     def _decode_again(self) -> StepPlan:
-        """Plan one more token for each row of the step before, at constant cost for any length of text."""
+        """Plan one more token for each row of the step before."""
         last = self._decode
         assert last is not None
         slots = self._slots
@@ -269,7 +259,7 @@ class Scheduler:
         return last._replace(decodes=last.samples, seq_lens=last.seq_lens + 1, ends=ends, same_rows=True)
 
     def _mixed(self, guess: Guess | None, fill: bool) -> StepPlan:
-        """Plan one token and its drafts for each decoding row, and the rest of the budget for prompts in order."""
+        """Plan a token and drafts for each decoding row, and the rest of the budget for prompts in order."""
         left = self._prompt[self._slots] - self._computed[self._slots]
         decodes = left <= 0
         drafts = np.zeros(len(left), dtype=np.int64) if guess is None else self._guessed(decodes, guess)
@@ -302,7 +292,7 @@ class Scheduler:
         )
 
     def _guessed(self, decodes: Flags, guess: Guess) -> Ints:
-        """Number of drafts per running request: fewer than its tokens to come, since one new token is certain."""
+        """Drafts of each running request, fewer than its tokens to come: one new token is certain."""
         most = np.minimum(self._draft_tokens, self._limit[self._slots] - self._new[self._slots] - 1)
         drafts = np.zeros(len(decodes), dtype=np.int64)
         for row in np.flatnonzero(decodes & (most > 0)).tolist():

@@ -1,7 +1,6 @@
 """The input tensors of a generation's steps, and the way of its new tokens back to the host.
 
-Copies between host and device are asynchronous. Each copy to the device has pinned memory of its own; the copies to the
-host alternate between two buffers, and the host waits for a copy before it reads it.
+Copies are asynchronous, from new pinned memory, and to the host into two buffers in turn.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from graphpass.text.scheduler import Ints, StepPlan
 class StepTensors:
     """Builds a step's input tensors on the device, with one copy from the host, and takes its new tokens.
 
-    Decoding rows read their token from the result of the step before, on the device, unless all texts are on the host.
-    If the step has the same rows as the one before (``StepPlan.same_rows``), nothing is copied from the host.
+    Decoding rows read their token from the result of the step before, unless all texts are on the host. A step with the
+    same rows as the one before copies nothing.
     """
 
     def __init__(
@@ -45,7 +44,6 @@ class StepTensors:
             #: the new tokens of the last step, int64; rows without a request are undefined
             self.tokens = torch.zeros(num_new, dtype=torch.int64, device=device)
             self._hosts = deque(pinned_memory(num_new, torch.int64, device) for _ in range(2))
-        # An event follows the last copy to each of them.
         self._copied = deque(torch.cuda.Event() if device.type == "cuda" else None for _ in range(2))
         self._pending: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque(maxlen=2)
         self._row_of = np.zeros(max_num_reqs, dtype=np.int64)
@@ -80,7 +78,6 @@ class StepTensors:
         return views | dict(zip((ORDER, SLOTS), loras, strict=False))
 
     def _fill(self, plan: StepPlan, texts: Sequence[Ints] | None, fields: Sequence[Ints]) -> None:
-        """Write tokens, positions, last rows, the source and target of decoding rows' tokens, and adapters."""
         ids, positions, last_rows, sources, targets, *of_loras = fields
         starts, ends = plan.seq_lens - plan.query_lens, np.cumsum(plan.query_lens)
         first = ends - plan.query_lens
@@ -101,7 +98,7 @@ class StepTensors:
             of_loras[0][:], of_loras[1][:] = order, np.repeat(slots, plan.query_lens)
 
     def take(self, tokens: torch.Tensor) -> None:
-        """Copy a step's tokens, (rows,), out of the manager's buffer, which the next run overwrites."""
+        """Copy a step's tokens, which the next run overwrites."""
         on_device = self.tokens[: len(tokens)].copy_(tokens)
         self._hosts.rotate()
         self._copied.rotate()
@@ -111,7 +108,7 @@ class StepTensors:
         self._pending.append((host, copied))
 
     def oldest(self) -> list[int]:
-        """The tokens of the earliest step that was not read yet, one per row; waits for that step only."""
+        """The tokens of the earliest step that was not read yet, one per row."""
         host, copied = self._pending.popleft()
         if copied is not None:
             wait_for(copied, self._timeout_s)
@@ -119,5 +116,5 @@ class StepTensors:
         return tokens
 
     def forget(self) -> None:
-        """Drop the pending copies to the host: their tokens will not be read."""
+        """Drop the pending copies to the host."""
         self._pending.clear()

@@ -1,10 +1,8 @@
 """Paged attention as an attention implementation of Hugging Face's decoders, and what their layers need of it.
 
-One run of a decoder on a row of a few tokens finds that out. A layer's sizes, its scores and its mask are read from its
-call of the attention function, not from the config, whose fields differ from class to class. The masks that a model
-builds for stock attention are functions of two positions. In this run each layer gets its mask together with the
-function; the run compares the function with the mask that paged attention would use, so that no layer is served with
-another mask than its own.
+One run of a decoder on a row of a few tokens finds that out, from each layer's call of the attention function: fields
+of configs differ from class to class. The masks that a model builds for stock attention are functions of two positions,
+with which the run compares the mask that paged attention would use.
 """
 
 from __future__ import annotations
@@ -39,23 +37,17 @@ _HARMLESS = (
     "softcap",
     "use_cache",
 )
-"""Arguments of Hugging Face's attention functions that this function reads, or that do not change the result.
-
-Saved starts compare their order, so they are no set.
-"""
+"""Arguments that this function reads, or that do not change the result. Saved starts compare their order."""
 
 
 def register_with_hugging_face() -> str:
-    """Register paged attention with transformers; returns the name to pass as ``attn_implementation``.
-
-    May be called more than once.
-    """
+    """Register paged attention with transformers; returns its ``attn_implementation``."""
     register_attention(HUGGING_FACE_NAME, paged_attention_of_layer)
     return HUGGING_FACE_NAME
 
 
 def scales_by_row(module: Any) -> bool:
-    """Whether a layer multiplies its queries by a factor of their row, which it takes for their position (Llama 4)."""
+    """Whether a layer multiplies queries by a factor of their row, which it takes for their position (Llama 4)."""
     return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
 
 
@@ -70,7 +62,7 @@ def paged_attention_of_layer(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one layer of a stock model, with the signature that transformers calls."""
+    """With the signature that transformers calls."""
     query, key, value, scale = by_token(
         (query, key, value),
         scaling,
@@ -132,10 +124,7 @@ def served_layers(model: Any, *, max_seq_len: int) -> list[PagedLayer | None]:
 
 
 def _refuse_dropped_keys(model: Any, layers: Iterable[PagedLayer], max_seq_len: int) -> None:
-    """Refuse a model whose masks have no window while its config has one for all layers.
-
-    Transformers' cache follows the config: the model's own generate() drops keys that the mask would show.
-    """
+    """Refuse a model whose config has a window that its masks lack: its own generate() drops keys."""
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     if getattr(config, "layer_types", None) is not None or not window or window >= max_seq_len:
@@ -160,7 +149,7 @@ class _ScaledByOp:
 
 
 class _Probe(PagedStep):
-    """Stands in for a step's metadata in the forward context, and describes each layer that calls the op."""
+    """Stands in for a step's metadata, and describes each layer that calls the op."""
 
     def __init__(self, max_seq_len: int) -> None:
         self.layers: dict[int, PagedLayer] = {}
@@ -171,7 +160,7 @@ class _Probe(PagedStep):
         self._rule: _Rule | None = None
 
     def scales_of(self, model: torch.nn.Module) -> None:
-        """Turn off the scales by row of the model's layers; the op scales by position instead."""
+        """Turn off the scales by row: the op scales by position."""
         layers: Iterable[Any] = model.modules()
         for module in layers:
             if scales_by_row(module):
@@ -183,7 +172,7 @@ class _Probe(PagedStep):
 
     @contextmanager
     def in_layer(self, module: Any, rule: _Rule | None) -> Iterator[None]:
-        """The next call of the op is that of ``module``, whose mask is ``rule``; None: it has no mask."""
+        """The next call of the op is that of ``module``, whose mask is ``rule``."""
         self._module, self._rule = module, rule
         try:
             yield
@@ -212,7 +201,7 @@ class _Probe(PagedStep):
         call.out.zero_()
 
     def _mask_of(self, name: str, rule: _Rule, device: torch.device) -> LayerMask:
-        """The mask that is equal to a rule for all sequences up to the longest; raises OptionError if there is none."""
+        """The mask that is equal to a rule up to the longest sequence."""
         if rule not in self._masks:
             try:
                 mask = _mask_like(rule, torch.arange(self._max_seq_len, device=device))
@@ -236,7 +225,7 @@ def _unserved_mask(name: str, found: str) -> OptionError:
 def _probed_attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
-    """The attention function of the run: that of paged attention, with the layer's mask for the probe."""
+    """The attention function of the run."""
     probe = get_forward_context().attn_metadata
     assert isinstance(probe, _Probe)
     rule = getattr(attention_mask, "graphpass_rule", None)
@@ -252,7 +241,7 @@ def _probed_attention(
 
 
 def _mask_with_rule(*, q_length: int, kv_length: int, mask_function: _Rule, **more: Any) -> torch.Tensor:
-    """The mask function of the run: any tensor of a mask's shape, and the rule as its attribute."""
+    """The mask function of the run: any tensor, with the rule as its attribute."""
     mask = torch.ones(1, 1, int(q_length), int(kv_length), dtype=torch.bool, device=more.get("device"))
     mask.graphpass_rule = mask_function  # type: ignore[attr-defined]
     return mask
@@ -276,7 +265,6 @@ def _run(model: Any, probe: _Probe) -> None:
 
 
 def _visible(rule: _Rule, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Whether queries attend to keys by a rule, [queries, keys]."""
     first = torch.zeros((), dtype=torch.int64, device=queries.device)
     return rule(first, first, queries.unsqueeze(1), keys.unsqueeze(0)).expand(len(queries), len(keys))
 
@@ -284,8 +272,8 @@ def _visible(rule: _Rule, queries: torch.Tensor, keys: torch.Tensor) -> torch.Te
 def _mask_like(rule: _Rule, positions: torch.Tensor) -> LayerMask | None:
     """The mask that is equal to ``rule`` at all positions, 0, 1, 2...; None if there is none.
 
-    A limit is the first position that does not see key 0; whether it sees key 1 tells a window from a chunk. The whole
-    mask is then compared: in all rows if they are few, else in rows around the multiples of the limit and others.
+    A limit is the first position that does not see key 0; whether it sees key 1 tells a window from a chunk. Then the
+    mask is compared in all rows, or in rows around the multiples of the limit and others.
     """
     is_blind = ~_visible(rule, positions, positions[:1]).flatten()
     mask = LayerMask()

@@ -2,11 +2,10 @@
 
 *Flash attention* reads the keys in place if each request has one page, and otherwise a concatenated copy of the keys of
 all requests. *Batched*, each request's keys are copied into a row of the longest length, and one attention with a mask
-serves all rows; the heads that share keys are folded into the query dimension, so that no key is repeated. It serves
-every layer on every device.
+serves all rows, every layer and every device; heads that share keys are folded into the query dimension.
 
-Copies of positions that a request has not reached come from the null page, not from the end of its last page: a page
-contains what its last owner wrote, and a weight of zero does not keep a NaN out.
+Copies of positions that a request has not reached come from the null page: its last page contains what another owner
+wrote, and a weight of zero does not keep a NaN out.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ from graphpass.text.paged.metadata import AttentionCall, NewTensor, PagedMetadat
 class BatchedKeys(PagedMetadata):
     """Gathers the keys of each request into a row, padded to the longest length."""
 
-    #: slots of keys, and of values in the same layer's memory, int64 [2, requests, length]; the null page's first slot
-    #: for positions not reached
+    #: slots of keys and of values, int64 [2, requests, length]; the null page's first slot for positions not reached
     slots: torch.Tensor = field(init=False)
     #: added to scores, 0 or -inf, in the cache's dtype [masks, requests, max_query_len, length]
     bias: torch.Tensor = field(init=False)
@@ -100,8 +98,7 @@ class BatchedKeys(PagedMetadata):
 class FlashKeys(PagedMetadata):
     """Flash attention over the keys of each request, copied or in their page; for plain scores only."""
 
-    #: slots of the keys to copy, and of their values in the same layer's memory, int64 [2, keys]; None: each request's
-    #: keys are read in place, from its one page
+    #: slots of the keys to copy, and of their values, int64 [2, keys]; None: keys are read in place
     slots: torch.Tensor | None = field(init=False)
     #: of keys in place: slot of each request's first key, and a 0, int32 [requests + 1]
     starts: torch.Tensor = field(init=False)
@@ -125,11 +122,7 @@ class FlashKeys(PagedMetadata):
             torch.mul(self.numbers[: len(self.query_bounds)], layout.query_len, out=self.query_bounds)
 
     def _attended(self, call: AttentionCall, query: torch.Tensor, memory: LayerMemory, mask: int) -> torch.Tensor:
-        """See the base class.
-
-        Unused requests of a uniform batch have no keys, so their rows are zero. Results of padded rows of a mixed batch
-        are undefined.
-        """
+        """Rows of unused requests of a uniform batch are zero, padded rows of a mixed batch undefined."""
         layout = self.layout
         # guard: paged_unused_in_place
         bounds = self.query_start_loc if layout.query_len is None else self.query_bounds
@@ -153,9 +146,8 @@ def masked_attention(
 ) -> torch.Tensor:
     """Attention with a mask; with a soft cap or sinks at least in float32, since no kernel of torch computes those.
 
-    ``query`` is [requests, kv heads, group * queries, head_dim], head by head of a group; ``keys`` and ``values`` are
-    [requests, kv heads, length, size]. ``bias``, 0 or -inf, is broadcast to the scores, [requests, kv heads, group *
-    queries, length]. The result is [requests, kv heads, group * queries, value_dim].
+    ``query`` and the result are [requests, kv heads, group * queries, size], ``keys`` and ``values`` [requests, kv
+    heads, length, size]. ``bias``, 0 or -inf, is broadcast to the scores.
     """
     if not softcap and sinks is None:
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scale)
@@ -180,11 +172,7 @@ def masked_attention(
 
 
 def kernels_of(cache: PagedKVCache, max_seq_len: int) -> tuple[bool, bool, tuple[KernelUse, ...]]:
-    """The kernels that serve the steps of a cache, by device, layers, page size and the abilities of this torch.
-
-    (whether flash attention serves the layers, at least over concatenated copies of their keys; whether it reads the
-    pages themselves and serves all steps; which kernel serves which steps, and why).
-    """
+    """Whether flash attention serves the layers, whether it reads the pages, and which kernel serves what."""
     of_flash = flash_obstacle(cache.layers, max_seq_len, cache.dtype, cache.device)
     of_pages = of_flash or _page_obstacle(cache, max_seq_len)
     if of_pages is None:
@@ -207,9 +195,8 @@ def kernels_of(cache: PagedKVCache, max_seq_len: int) -> tuple[bool, bool, tuple
 def _block_table_obstacle() -> str:
     """Why no kernel reads pages through a table.
 
-    ``varlen_attn`` has block tables from torch 2.13 on, which FlashAttention 3 and 4 (packages of their own) and, from
-    torch 2.15 on, cuDNN serve. A page may contain NaN of its last owner after a sequence's end, and it is nowhere
-    stated that these kernels do not multiply it by a weight of zero.
+    ``varlen_attn`` has block tables from torch 2.13 on. A page may contain NaN of its last owner after a sequence's
+    end, and nothing says that these kernels do not multiply it by a weight of zero.
     """
     try:
         function = importlib.import_module("torch.nn.attention.varlen").varlen_attn
@@ -242,7 +229,7 @@ def flash_obstacle(
 
 
 def _page_obstacle(cache: PagedKVCache, max_seq_len: int) -> str | None:
-    """Why flash attention cannot read the pages themselves; None if it can."""
+    """Why flash attention cannot read the pages; None if it can."""
     if cache.page_size < max_seq_len:
         return f"a page has {cache.page_size} positions, a sequence up to {max_seq_len}: its keys are apart"
     faults = [fault_in_place(cache.device, cache.dtype, layer.head_dim) for layer in cache.layers if layer is not None]
@@ -251,9 +238,9 @@ def _page_obstacle(cache: PagedKVCache, max_seq_len: int) -> str | None:
 
 @functools.cache
 def fault_in_place(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Test flash attention over pages on this device; returns the reason why it cannot be used, or None.
+    """Test flash attention over pages on this device; why it cannot be used, or None.
 
-    Torch documents the kernel for consecutive keys. Here sequences lie in any order, with NaN between and after them.
+    Torch documents the kernel for consecutive keys. Here sequences lie in any order, with NaN between them.
     """
     lengths, query_lens, places, page_size, num_kv_heads = (70, 0, 5, 129), (3, 1, 1, 129), (3, 0, 1, 2), 160, 2
     seeded = torch.Generator().manual_seed(0)
@@ -295,7 +282,7 @@ def fault_in_place(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
 
 @functools.cache
 def write_fault(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Test the one kernel that writes keys and values on this device; returns why it cannot be used, or None."""
+    """Test the one kernel that writes keys and values on this device; why it cannot be used, or None."""
     if device.type != "cuda":
         return f"none for {device.type}"
     layer, seeded = PagedLayer(2, 24, value_dim=16), torch.Generator().manual_seed(0)

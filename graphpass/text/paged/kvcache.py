@@ -24,7 +24,7 @@ NULL_PAGE, SCRATCH_PAGE, FIRST_LIVE_PAGE = 0, 1, 2
 
 @dataclass(frozen=True, slots=True, order=True)
 class LayerMask:
-    """The keys that a query attends to: its own position and those before it, within these limits.
+    """The keys that a query attends to: those up to its own position, within these limits.
 
     Raises:
         OptionError: a limit is negative or no integer.
@@ -43,13 +43,13 @@ class LayerMask:
             )
 
     def within(self, max_seq_len: int) -> LayerMask:
-        """The same mask for sequences up to this length: without limits that none of them reaches."""
+        """The same mask for sequences up to this length."""
         return LayerMask(
             window=self.window if self.window < max_seq_len else 0, chunk=self.chunk if self.chunk < max_seq_len else 0
         )
 
     def visible(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Whether queries at these positions attend to keys at these positions; the shapes are broadcast."""
+        """Whether queries at these positions attend to keys at these; shapes are broadcast."""
         seen = keys <= queries
         if self.window:
             seen = seen & (keys > queries - self.window)
@@ -82,9 +82,7 @@ class PagedLayer:
     head_dim: int  #: size of a query and a key
     value_dim: int = 0  #: size of a value; 0: ``head_dim``
     mask: LayerMask = LayerMask()  #: the keys that a query attends to
-    #: The scores are scaled products and nothing else. Kernels that know neither a soft cap nor sinks serve plain
-    #: layers only.
-    is_plain: bool = True
+    is_plain: bool = True  #: the scores are scaled products, without a soft cap or sinks
     query_scale: PositionScale | None = None  #: scale of queries by position; None: none
 
     def __post_init__(self) -> None:
@@ -109,8 +107,7 @@ class PagedRequests:
 
     query_lens: Sequence[int]  #: tokens of each request in this step
     seq_lens: Sequence[int]  #: length of each request after this step, its tokens included
-    #: page numbers of each request, in order of position; extra pages are ignored. A two-dimensional integer array, one
-    #: row per request, is read faster than lists
+    #: page numbers of each request, in order; extra ones are ignored. An integer array is read faster than lists
     block_tables: Sequence[Sequence[int]]
     is_scratch: bool = False  #: a placeholder batch for warm-up and capture: all its pages are the scratch page
 
@@ -194,10 +191,7 @@ class LayerMemory:
             _row_writer()[len(slots), num_heads](slots, num_slots, num_heads, *rows[0], *rows[1], block, num_warps=1)
 
     def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of keys [..., kv heads, head_dim] and values [..., kv heads, value_dim].
-
-        ``slots``, int64 [2, ...], are the slots of keys, and the same slots plus the number of slots.
-        """
+        """Copies of keys and values in ``slots``, int64 [2, ...]: those of keys, and these plus the number of slots."""
         shape = slots.shape[1:]
         if self.joined is None:
             of_keys = slots[0].reshape(-1)
@@ -209,7 +203,7 @@ class LayerMemory:
 
 @functools.cache
 def _row_writer() -> Any:
-    """The Triton kernel that writes the key and the value of one head of one token to the token's slot."""
+    """The Triton kernel that writes the key and the value of one head of one token."""
     triton, tl = importlib.import_module("triton"), importlib.import_module("triton.language")
 
     def write_rows(  # type: ignore[no-untyped-def]

@@ -1,7 +1,6 @@
-"""The metadata of a step over a paged KV cache, which the op reads: tables, such as the slots of its keys and values.
+"""The metadata of a step over a paged KV cache: tables, which are filled on the host and copied to the device.
 
-Tables are filled on the host and copied to the device. A slot is a position in a layer's cache, ``page * page_size +
-offset``.
+A slot is a position in a layer's cache, ``page * page_size + offset``.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ _Ints = npt.NDArray[np.integer[Any]]
 
 
 def pinned_memory(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Uninitialised host memory for one copy to or from ``device``, which torch keeps until the copy is done."""
+    """Host memory for one copy to or from ``device``, which torch keeps until the copy is done."""
     return torch.empty(size, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The requests of one step, after the checks that need the cache alone."""
+    """The requests of one step, checked against the cache."""
 
     query_lens: _Ints  #: tokens of each request in this step, [requests]
     seq_lens: _Ints  #: length of each request after this step, [requests]
@@ -49,7 +48,7 @@ class Step:
 
     @classmethod
     def of(cls, requests: PagedRequests, cache: PagedKVCache) -> Step:
-        """Read and check requests against the cache."""
+        """Read and check requests."""
         query_lens, seq_lens = (np.asarray(n, dtype=np.int64) for n in (requests.query_lens, requests.seq_lens))
         if not len(query_lens) == len(seq_lens) == len(requests.block_tables):
             raise ShapeError(
@@ -60,7 +59,7 @@ class Step:
             )
         if len(query_lens) == 0:
             return cls(query_lens, seq_lens, seq_lens, seq_lens, 0)
-        # In every step: reductions of ufuncs take half the time of the methods of arrays.
+        # Reductions of ufuncs take half the time of the methods of arrays.
         if np.minimum.reduce(np.minimum(query_lens - 1, seq_lens - query_lens)) < 0:
             at = int(np.argmax((query_lens < 1) | (seq_lens < query_lens)))
             raise ShapeError(
@@ -76,7 +75,7 @@ class Step:
 
 
 def _used_pages(block_tables: Any, num_pages: _Ints, page_size: int) -> _Ints:
-    """The pages in use, grouped by request; raises ShapeError if a request has fewer than its sequence needs."""
+    """The pages in use, grouped by request."""
     is_array = isinstance(block_tables, np.ndarray)
     if is_array:
         lengths = np.full(len(num_pages), block_tables.shape[1])
@@ -122,15 +121,15 @@ def _check_pages(pages: _Ints, num_pages: _Ints, num_live: int, is_scratch: bool
 class TableLayout:
     """The sizes of one metadata object's tables: first the int64 slot mapping, then the int32 tables."""
 
-    num_tokens: int  #: rows of the model's tensors that count: real ones, in FULL the key's
-    num_reqs: int  #: requests, in FULL the key's
-    query_len: int | None  #: tokens of each request in a uniform batch, None in a mixed one
+    num_tokens: int  #: real ones, in FULL the key's
+    num_reqs: int  #: likewise
+    query_len: int | None  #: tokens of each request in a uniform batch
     max_query_len: int  #: most tokens of a request
     limit: int  #: the longest sequence
     max_seq_len: int  #: ``limit``, rounded up to whole pages
     num_keys: int  #: packed keys; 0 if keys are not packed
-    page_size: int  #: of the cache
-    has_positions: bool  #: whether there is a table of positions
+    page_size: int
+    has_positions: bool
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         is_mixed, num_ends = self.query_len is None, self.num_reqs + 1
@@ -146,11 +145,11 @@ class TableLayout:
         }
 
     def num_int32(self) -> int:
-        """Size of the flat memory."""
+        """Of the flat memory."""
         return 2 * self.num_tokens + sum(map(math.prod, self._shapes().values()))
 
     def views(self, flat: Any, int64: Any) -> dict[str, Any]:
-        """The tables in ``flat``, a tensor or array of :meth:`num_int32`; ``int64`` is its 64-bit dtype."""
+        """The tables in ``flat``, of which ``int64`` is the 64-bit dtype."""
         start = 2 * self.num_tokens
         views = {"slot_mapping": flat[:start].view(int64)}
         for name, shape in self._shapes().items():
@@ -198,7 +197,7 @@ class TableLayout:
             self._fill_keys(tables, step)
 
     def _places(self, step: Step, starts: _Ints) -> tuple[_Ints, _Ints | int]:
-        """For each token the index of its request, and its position among the request's tokens of this step."""
+        """For each token its request, and its position among the request's tokens of this step."""
         count, tokens = len(step.query_lens), np.arange(step.num_tokens)
         if self.query_len == 1:
             return tokens, 0
@@ -225,7 +224,7 @@ class TableLayout:
 
 
 def check_fits(step: Step, *, num_reqs: int, num_tokens: int, max_seq_len: int) -> None:
-    """Raise ShapeError if the step has more requests, tokens or positions than these bounds."""
+    """Raise ShapeError if the step exceeds these bounds."""
     for what, found, limit in (
         ("requests", len(step.query_lens), num_reqs),
         ("tokens", step.num_tokens, num_tokens),
@@ -254,9 +253,8 @@ class AttentionCall:
     layer: int
     window: int  #: the sliding window that the layer passes; 0: it passes none
     scale: float  #: factor of the products of queries and keys
-    softcap: float  #: the scaled products x become ``softcap * tanh(x / softcap)``; 0: they stay as they are
-    #: one score for each query head that takes part in the softmax and has no value, [heads]; None: no sinks
-    sinks: torch.Tensor | None
+    softcap: float  #: the scaled products x become ``softcap * tanh(x / softcap)``; 0: none
+    sinks: torch.Tensor | None  #: a score of each query head that takes part in the softmax and has no value, [heads]
 
     @property
     def is_plain(self) -> bool:
@@ -278,21 +276,18 @@ NewTensor = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
 
 @dataclass(eq=False, kw_only=True)
 class PagedMetadata(PagedStep):
-    """The metadata of one step. A FULL key has one object, and each step refills its tables.
-
-    The tables are views of one allocation: int32, except for the slot mapping.
-    """
+    """The metadata of one step. A FULL key has one object, and each step refills its tables."""
 
     layout: TableLayout
     cache: PagedKVCache
-    longest: int  #: the longest sequence of any step; a limit of a mask at least as large is none
+    longest: int  #: the longest sequence of any step
     masks: tuple[LayerMask, ...]  #: the different masks of the layers, within ``longest``
     mask_of: tuple[int, ...]  #: for each layer the index of its mask
     numbers: torch.Tensor  #: 0, 1, 2..., int32
     value_offsets: torch.Tensor  #: 0, and the number of slots; int64 [2, 1, 1]
-    new: InitVar[NewTensor]  #: allocates what the way to the keys needs beside the tables
-    is_padded: bool  #: tokens at the end may be padding, whose rows of the result are to be zero
-    writes_in_one_kernel: bool  #: a layer's keys and values are written by one kernel
+    new: InitVar[NewTensor]  #: allocates what the way to the keys needs
+    is_padded: bool  #: tokens at the end may be padding, whose results are zero
+    writes_in_one_kernel: bool
     #: slot that each token's key and value are written to, int64 [tokens]; scratch for padding
     slot_mapping: torch.Tensor
     block_tables: torch.Tensor  #: page numbers, [requests, pages]; null after the last
@@ -311,7 +306,7 @@ class PagedMetadata(PagedStep):
     first_layer: int | None = None
 
     def attend(self, call: AttentionCall) -> None:
-        """Write the step's keys and values into the cache, then attend over each request's pages, into ``call.out``."""
+        """Write the step's keys and values into the cache, then attend over each request's pages."""
         num_tokens = self.layout.num_tokens
         layer, memory = self.cache.layer(call.layer)
         self._check(call, layer)
@@ -352,14 +347,13 @@ class PagedMetadata(PagedStep):
 
     @abstractmethod
     def _prepare(self) -> None:
-        """Compute the tensors for this step, on the device."""
+        """Compute the tensors of this step on the device."""
 
     @abstractmethod
     def _attended(self, call: AttentionCall, query: torch.Tensor, memory: LayerMemory, mask: int) -> torch.Tensor:
-        """Attention of the step's queries [tokens, heads, head_dim] over a layer, with the mask of this index.
+        """Attention over a layer with the mask of this index, [tokens, heads, value_dim].
 
-        The result is [tokens, heads, value_dim], or of a uniform batch [requests, query_len, kv heads, group,
-        value_dim].
+        Of a uniform batch it may be [requests, query_len, kv heads, group, value_dim].
         """
 
 

@@ -36,14 +36,14 @@ from graphpass.text.paged.metadata import NewTensor, PagedMetadata, Step, TableL
 from graphpass.text.paged.op import PAGED_ATTENTION
 
 _OfKey = tuple[npt.NDArray[np.int32], dict[str, npt.NDArray[Any]], torch.Tensor, PagedMetadata]
-"""Of a FULL key: its tables on the host, flat and by name, the flat tables on the device, and the metadata."""
+"""Of a FULL key: tables on the host, flat and by name, those on the device, and the metadata."""
 _MAX_DECODE_QUERY_LEN = 8
 """An eager batch of requests of equal length counts as prefill if each has more tokens than this."""
 _PAGE_SIZE = 16
 _MAX_RESERVED_BYTES, _MAX_RESERVED_SHARE = 256 << 20, 0.1
-"""What the two reserved pages of a cache may take for its pages to be whole sequences: one of the two limits."""
+"""Limits of the two reserved pages of a cache whose pages are whole sequences; one is enough."""
 _MASK_ALIGNMENT = 8
-"""In elements; CUDA's memory-efficient kernel copies a mask unless its row length is a multiple of this."""
+"""In elements; CUDA's memory-efficient kernel copies a mask of other row lengths."""
 
 
 class PagedAttention:
@@ -51,8 +51,7 @@ class PagedAttention:
 
     The bound of sequence lengths is the key's field ``max_seq_len``, if the dispatcher has sizes for it
     (``capture_sizes={"num_tokens": [...], "max_seq_len": [256, 1024]}``), and otherwise ``max_seq_len`` of this object.
-    The tables of a step are sent to the device in one copy from pinned host memory. The next step of a FULL key
-    overwrites its tables, in the order of the current stream.
+    The next step of a FULL key overwrites its tables, in the order of the current stream.
 
     Args:
         cache: the KV cache.
@@ -185,8 +184,7 @@ class PagedAttention:
         """The metadata of one step: of the FULL key whose graph reads it, or at real sizes without a graph.
 
         Raises:
-            ShapeError: the requests contradict each other, have pages they cannot have, or do not fit the key or the
-                limits. Nothing is written then.
+            ShapeError: the requests contradict each other, have invalid pages, or do not fit the key or the limits.
         """
         step = Step.of(attention, self.cache)
         device = self.cache.device
@@ -204,7 +202,7 @@ class PagedAttention:
         return metadata
 
     def _added_key(self, key: BatchDescriptor, step: Step) -> _OfKey:
-        """Create the tables and the metadata of ``key``, after checking that the step fits it."""
+        """The tables and the metadata of ``key``, if the step fits it."""
         layout = self._key_layout(key)
         layout.check(step)
         host = np.zeros(layout.num_int32(), dtype=np.int32)
@@ -214,7 +212,7 @@ class PagedAttention:
         return self._by_key.setdefault(key, of_key)
 
     def _eager_layout(self, step: Step) -> TableLayout:
-        """The sizes of a step without a graph: its real sizes; raises ShapeError if it is beyond the limits."""
+        """The real sizes of a step."""
         limits = {"num_reqs": self.max_num_reqs, "num_tokens": self.max_num_tokens, "max_seq_len": self.max_seq_len}
         check_fits(step, **limits)
         shortest, most = (int(step.query_lens.min()), int(step.query_lens.max())) if step.num_tokens else (1, 1)
@@ -229,7 +227,7 @@ class PagedAttention:
         )
 
     def _key_layout(self, key: BatchDescriptor) -> TableLayout:
-        """The sizes of one FULL key; raises ShapeError if they are beyond the limits, or contradict each other."""
+        """The sizes of one FULL key."""
         num_tokens, longest = key.num_tokens, self._key_length(key)
         num_reqs = key.num_reqs or min(num_tokens, self.max_num_reqs)
         is_within = num_tokens <= self.max_num_tokens and num_reqs <= self.max_num_reqs and longest <= self.max_seq_len
@@ -291,17 +289,14 @@ class PagedAttention:
             return torch.empty(shape, dtype=dtype, device=self.cache.device)
 
     def _shared_tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Memory for a tensor that each step of a FULL key computes on the device. Steps share it, one at a time.
-
-        A key that needs more memory gets a new block, which later keys share. Existing blocks never move.
-        """
+        """Memory that the steps of FULL keys share, one at a time. Existing blocks never move."""
         return self._shared.view(name, shape, torch.empty(0, dtype=dtype, device=self.cache.device))
 
 
 def _whole_sequence(
     layers: Sequence[PagedLayer | None], max_num_reqs: int, max_seq_len: int, dtype: torch.dtype
 ) -> int | None:
-    """The size of a page for a whole sequence; None if two more of them would take too much memory."""
+    """The size of a page for a whole sequence; None if the reserved ones would take too much memory."""
     size = round_up(max_seq_len, _MASK_ALIGNMENT)
     elements = sum(layer.num_kv_heads * (layer.head_dim + layer.dim_of_values) for layer in layers if layer is not None)
     reserved = FIRST_LIVE_PAGE * size * elements * dtype.itemsize
