@@ -16,11 +16,10 @@ from graphpass.compat import trees
 from graphpass.errors import unreachable
 
 COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
-"""Namespaces of the collectives in graphs, which return tensors."""
 
 
 def group_of(nodes: Iterable[fx.Node]) -> str:
-    """The name of the only group whose collectives the nodes name; empty for all ranks."""
+    """The only group whose collectives the nodes name; empty for all ranks."""
     called = [node for node in nodes if str(getattr(node.target, "__module__", "")).endswith(COLLECTIVES)]
     names = {argument for node in called for argument in node.args[-1:] if isinstance(argument, str)}
     return next((name for name in names if group_named(name) is not distributed.group.WORLD and len(names) == 1), "")
@@ -33,7 +32,7 @@ def group_named(name: str) -> Any:
 
 
 def text_of(value: Any) -> str | None:
-    """All of a mesh, or of how a DTensor lies on one, as text; None for what is neither."""
+    """A mesh, or how a DTensor lies on one; None for what is neither."""
     if not distributed.is_available():
         return None
     if isinstance(value, distributed.device_mesh.DeviceMesh):
@@ -68,7 +67,7 @@ class ClosedBeforeGroups:
         self._owner: weakref.ref[Any] | None = None
 
     def register(self, owner: Any) -> None:
-        """Close ``owner``, to which only a weak reference is kept; doing so again adds nothing."""
+        """Close ``owner``, which is referred to weakly."""
         comms = distributed.distributed_c10d._world.comms
         if self not in comms:  # those of an earlier default group are gone
             comms.append(self)  # guard: closed_before_groups
@@ -84,7 +83,7 @@ class ClosedBeforeGroups:
 
 
 def facts_of(group: Any) -> dict[str, Any]:
-    """What this rank says of a group before a capture, see ``graphpass.ranks.preflight``."""
+    """Of this rank and a group, see ``graphpass.ranks.preflight``."""
     group = group or distributed.group.WORLD
     kind = torch.device("cuda" if "cuda" in {device.type for device in group._device_types} else "cpu")
     backend = group._get_backend(kind)

@@ -1,8 +1,7 @@
 """Stores weights in host memory; each layer's weights are copied to the device shortly before the layer runs.
 
 A layer's parameters are views of one of the device's few slots and never move, so graphs can contain their addresses.
-Each layer begins with :meth:`WeightOffloader.onload`, through an op if it is compiled, which starts the copy of a later
-layer on a separate stream (:mod:`graphpass.offload.slots`).
+Each layer begins with :meth:`WeightOffloader.onload`, which starts the copy of a later layer.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class WeightOffloader(ForwardHooks):
         return len(self._layers) * self._layer_bytes
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """All weights by ``<layer>.<name>``, as views of the host memory; read-only, write with :meth:`write`."""
+        """All weights by ``<layer>.<name>``, as views of the host memory; write with :meth:`write`."""
         return {
             f"{index}.{place.name}": place.view(memory)
             for index, memory in enumerate(self._host)
@@ -142,9 +141,8 @@ class WeightOffloader(ForwardHooks):
     def sync_prev_onload(self) -> None:
         """Make the current stream wait for the copies that the last forward has left in flight.
 
-        Call it before a capture, which cannot wait for copies outside of it, and before a replay, whose first layers
-        expect their weights in the slots (*home*, see ``graphpass.offload.slots``). After a failed forward or a
-        :meth:`write` it fills the first slots again.
+        Call it before a capture or a replay. After a failed forward or a :meth:`write` it fills the first slots again
+        (*home*, see ``graphpass.offload.slots``).
 
         Raises:
             OffloadError: a parameter is not at the address of its slot.
@@ -211,7 +209,7 @@ class WeightOffloader(ForwardHooks):
     # -- setting up -------------------------------------------------------------------------------------------------
 
     def _move(self) -> None:
-        """Copy the weights to host memory, turn parameters into views of the slots, and move buffers to the device."""
+        """Copy the weights to host memory, and turn parameters into views of the slots."""
         num_bytes, device = self._layer_bytes, self.device
         self._host = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in self._layers]
         self._slots = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(self.num_slots)]

@@ -44,9 +44,7 @@ class WeightPlace:
 
 
 def layout_of(layers: Sequence[nn.Module]) -> tuple[tuple[WeightPlace, ...], int]:
-    """The place of each parameter in a layer's buffer, in the order of ``named_parameters()``, and its bytes.
-
-    A parameter that wraps tensors (a quantised one) has a place for each plain tensor in it.
+    """The place of each parameter, or plain tensor in it, in a layer's buffer, and its bytes.
 
     Refuses layers that differ or share a parameter.
     """
@@ -72,7 +70,7 @@ def layout_of(layers: Sequence[nn.Module]) -> tuple[tuple[WeightPlace, ...], int
 
 
 def _refuse_shared(layers: Sequence[nn.Module]) -> None:
-    """Refuse parameters that share memory: each layer gets a separate copy of its weights, which would untie them."""
+    """Refuse parameters that share memory: separate copies would untie them."""
     owners: dict[int, tuple[str, int]] = {}
     for index, layer in enumerate(layers):
         for name, parameter in plain_state(layer).items():
@@ -109,11 +107,11 @@ class HostCopies:
         """Make the compute stream wait for the compute stream of the last call, if they differ."""
 
     def is_recording(self) -> bool:
-        """Whether the compute stream is captured. Never on a tape: it records copies in the order of the program."""
+        """Whether the compute stream is captured; never on a tape."""
         return False
 
     def finish(self) -> None:
-        """Block the host until all copies, also those inside graphs, have read the host memory."""
+        """Block the host until all copies, also those of graphs, have read the host memory."""
 
 
 class CudaCopies(HostCopies):
@@ -231,7 +229,7 @@ class SlotRotation:
         self._next = 0
 
     def _refill(self, slot: int, layer: int) -> None:
-        """Launch the copy of the next layer into a free slot; if no layer follows, of the slot's first layer."""
+        """Launch the copy of the next layer into a free slot, at the end that of its first layer."""
         if layer < len(self._host):
             self._launch(slot, layer)
         elif slot < self._num_slots - 1:
@@ -252,7 +250,6 @@ class SlotRotation:
             del self._in_flight[slot]
 
     def _refuse_across(self, slot: int, is_recording: bool) -> None:
-        """A copy that was launched outside of a capture cannot be waited for in it, nor the reverse."""
         if self._in_flight[slot] != is_recording:
             raise OffloadError(
                 f"the copy into slot {slot} would cross the border of a capture",

@@ -1,8 +1,8 @@
 """Data-parallel ranks agree, in one collective per step, on the graph that all of them run.
 
 A model with collectives inside (expert parallelism) hangs as soon as one rank replays another graph than the others,
-runs eagerly, or has no batch and skips the step. So before each step every rank sends the sizes of its batch to the
-others, in one small all-gather on the CPU, and every rank decides from the same rows.
+runs eagerly, or skips a step. So before each step every rank sends the sizes of its batch to the others, in one small
+all-gather on the CPU, and every rank decides from the same rows.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from graphpass.ranks.group import DataParallelAgreement, RankRows
 IDLE_TOKENS = 2
 """Tokens of the dummy batch of a rank without work if no graph runs. One token would be compiled separately."""
 _SHOWN = 200
-"""An error shows at most this many characters of a difference between ranks."""
+"""Characters of a difference in an error."""
 _STEP, _CAPTURE = "step", "capture"
 _SUBJECTS = (_CAPTURE, _STEP)
-"""The subjects of rows, which begin with the index of theirs."""
 _Key = tuple[CUDAGraphMode, BatchDescriptor]
 
 
@@ -82,9 +81,8 @@ class AgreedSteps:
     def decide(self, propose: Callable[[], Mapping[str, Any] | None]) -> RankDecision:
         """Decide one step. Every rank calls it.
 
-        It runs one collective, and two more in the first step after the captured keys of a rank changed and differ
-        from those of another rank. ``propose`` checks this rank's batch and returns the arguments for
-        ``dispatcher.dispatch``, or None without a batch. Its errors are sent to the other ranks and raised here.
+        ``propose`` checks this rank's batch and returns the arguments for ``dispatcher.dispatch``, or None without a
+        batch. Its errors are sent to the other ranks and raised here.
         """
         with self._rows.sending_failures():
             request = propose()
@@ -109,13 +107,13 @@ class AgreedSteps:
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Context for a capture on all ranks, in the same order of keys. A failure of one rank fails all of them."""
+        """Context for a capture on all ranks. A failure of one fails all."""
         with self._rows.sending_failures():
             yield
         self.stops(False, 0)
 
     def stops(self, wants_to: bool, num_left: int) -> bool:
-        """Whether any rank wants to stop capturing; then all ranks stop. Every rank calls it before each key."""
+        """Whether any rank wants to stop capturing. Every rank calls it before each key."""
         self._refresh()
         stopping, left, *_ = zip(*self._exchange(_CAPTURE, [int(wants_to), num_left]), strict=True)
         if len(set(left)) > 1:
@@ -142,12 +140,11 @@ class AgreedSteps:
         return [row[2:] for row in rows]
 
     def _refresh(self) -> None:
-        """Compute the fingerprint of configuration and captured keys again if the dispatcher's keys changed."""
+        """Compute the fingerprint again if the dispatcher's keys changed."""
         if self._revision == self._dispatcher.revision:
             return
         dispatcher = self._dispatcher
         keys: list[_Key] = [(mode, key) for mode, keys in dispatcher.keys.items() for key in keys]
-        # What the decisions of the dispatcher depend on, as text.
         self._described = {
             **{name: (text,) for name, text in self._configuration.items()},
             "mode": (str(dispatcher.mode),),
@@ -162,10 +159,7 @@ class AgreedSteps:
         self._revision = dispatcher.revision
 
     def _settle(self, fingerprints: tuple[int, ...]) -> None:
-        """Determine the keys that all ranks have captured, if the fingerprint of a rank has changed.
-
-        ``fingerprints`` and ``_settled`` are equal on all ranks, so either all of them exchange objects or none.
-        """
+        """Determine the keys that all ranks have captured, if a fingerprint has changed, which all know."""
         if fingerprints == self._settled:
             return
         captured = self._captured

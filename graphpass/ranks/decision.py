@@ -1,8 +1,8 @@
 """The common decision of data-parallel ranks, computed from the batches of all ranks.
 
 Ranks whose model has collectives inside must all run the same graph at the same padded size, or all run eagerly. Each
-rank sends one row of integers, and each rank computes the same decision from the same rows: the maximum of the sizes,
-the minimum of the modes, and uniform decode only if every batch is uniform. Nothing but the rows enters the decision.
+computes the same decision from the rows of all ranks: the maximum of the sizes, the minimum of the modes, and uniform
+decode only if every batch is uniform.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from graphpass.dispatch.grid import Extra, without
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 
 MAX_FIELDS = 8
-"""All rows have the same length, for any number of fields, so that differently configured ranks can be reported."""
+"""Rows have the same length for any number of fields, so that ranks can say that they differ."""
 BATCH_WIDTH = 8 + MAX_FIELDS
 REASONS = tuple(DispatchReason)
 
@@ -27,7 +27,7 @@ _UNKNOWN_EXTRA = -1
 
 
 class RankBatch(NamedTuple):
-    """The batch of one rank in a step, as the integers that ranks exchange; without work only ``has_work`` counts."""
+    """The batch of one rank, as the integers that ranks exchange."""
 
     has_work: int = 0  #: 1 if there is a batch
     mode: int = 0  #: value of the runtime mode that the rank alone would run
@@ -43,7 +43,7 @@ class RankBatch(NamedTuple):
     def of(
         cls, own: Dispatch, request: Mapping[str, Any], dispatcher: CudagraphDispatcher, extras: Sequence[Extra]
     ) -> RankBatch:
-        """The batch of a request, for which ``dispatcher.dispatch(**request)`` returned ``own``."""
+        """The batch of a request, whose own decision is ``own``."""
         if own.reason is DispatchReason.EMPTY:
             return cls()
         num_reqs = request.get("num_reqs")
@@ -62,11 +62,11 @@ class RankBatch(NamedTuple):
 
     @classmethod
     def from_row(cls, row: Sequence[int], num_fields: int) -> RankBatch:
-        """The batch of a row that begins with the integers of :meth:`to_row`."""
+        """The batch of a row, see :meth:`to_row`."""
         return cls._make((*row[:8], tuple(row[8 : 8 + num_fields]))) if row[0] else cls()
 
     def to_row(self) -> list[int]:
-        """The batch as a row of at most :data:`BATCH_WIDTH` integers."""
+        """At most :data:`BATCH_WIDTH` integers."""
         return [*self[:-1], *self.sizes]
 
 
@@ -86,10 +86,7 @@ class AgreedStep:
         return self.reason is not DispatchReason.EMPTY
 
     def of_rank(self, rank: int, own: Dispatch, shape: BatchDescriptor) -> Dispatch:
-        """The decision for one rank, with the reason AGREED unless it equals the rank's own decision.
-
-        ``own`` is the decision of the rank alone, ``shape`` the unpadded shape of its batch, ignored for an idle rank.
-        """
+        """The decision for one rank, AGREED unless it is its ``own``; ``shape`` is that of its batch."""
         if not self.has_work or own.reason is DispatchReason.EMPTY:
             idle = BatchDescriptor(self.num_tokens_across_dp[rank])
             reason = DispatchReason.AGREED if self.has_work else DispatchReason.EMPTY
@@ -100,7 +97,7 @@ class AgreedStep:
 
 
 def extras_of(dispatcher: CudagraphDispatcher) -> tuple[Extra, ...]:
-    """The distinct ``extra`` of all keys without size fields, in an order that depends only on the keys."""
+    """The distinct ``extra`` of all keys without size fields, in an order."""
     distinct = {without(dispatcher.capture_fields, key.extra) for keys in dispatcher.keys.values() for key in keys}
     return ((), *sorted(distinct - {()}, key=repr))
 
@@ -110,8 +107,8 @@ def agree(
 ) -> AgreedStep:
     """Decide the step of all ranks, from the batch of each.
 
-    In ``dispatcher`` only the keys that every rank has captured are marked as captured. ``extras`` are those of
-    :func:`extras_of`, ``idle_tokens`` the tokens that a rank without work computes if no graph runs.
+    ``dispatcher`` has the keys that every rank has captured, and a rank without work computes ``idle_tokens`` if no
+    graph runs.
     """
     working = {rank: batch for rank, batch in enumerate(batches) if batch.has_work}
     if not working:
@@ -127,7 +124,7 @@ def agree(
 def _common(
     working: Mapping[int, RankBatch], dispatcher: CudagraphDispatcher, extras: Sequence[Extra]
 ) -> tuple[Dispatch, str]:
-    """The decision for all ranks that have a batch, and its reason as a sentence."""
+    """The decision for ranks with a batch, and its reason as a sentence."""
     lowest = min(batch.mode for batch in working.values())
     bounding = {rank: batch for rank, batch in working.items() if batch.mode == lowest}
     if not lowest:
@@ -155,7 +152,7 @@ def _common(
 def _together(
     batches: Sequence[RankBatch], sizes: Mapping[str, int], query_len: int, extras: Sequence[Extra]
 ) -> dict[str, Any]:
-    """The arguments of ``dispatcher.dispatch`` for a batch as large as the largest of ``batches`` in every field."""
+    """The arguments of ``dispatcher.dispatch`` for a batch as large as the largest in every field."""
     num_tokens = sizes["num_tokens"] if "num_tokens" in sizes else math.prod(sizes.values())
     num_reqs = max(batch.num_reqs for batch in batches)
     fields = tuple((name, size) for name, size in sizes.items() if name not in ("num_tokens", "num_reqs"))

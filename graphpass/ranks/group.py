@@ -20,9 +20,9 @@ class DataParallelAgreement:
 
     The constructor is a collective: all ranks of the group call it. So is every step of a manager that uses the
     agreement: every rank calls :meth:`CudaGraphManager.run <graphpass.CudaGraphManager.run>`, or ``run_idle`` if it
-    has no batch, and ``capture`` as often as the other ranks. Collectives run on the CPU, over a separate gloo group
-    for any backend of ``group``, and do not wait for the device. Only one manager and one thread may use an agreement
-    at a time. The caller owns it and calls :meth:`close`, or uses it as a context manager.
+    has no batch, and ``capture`` as often as the other ranks. Collectives run on the CPU, over a separate gloo group,
+    and do not wait for the device. Only one manager and one thread may use an agreement at a time. The caller owns it
+    and calls :meth:`close`, or uses it as a context manager.
 
     Args:
         group: the data-parallel ranks; None for all ranks.
@@ -90,11 +90,7 @@ class DataParallelAgreement:
         return [of_rank.tolist() for of_rank in rows]
 
     def exchange_objects(self, value: object) -> list[Any]:
-        """The values of all ranks, in their order. They are pickled, which is too slow for every step.
-
-        Raises:
-            AgreementError: as :meth:`exchange`.
-        """
+        """Like :meth:`exchange` for any values, which are pickled: too slow for every step."""
         values: list[Any] = [value] * self.num_ranks
         if self.num_ranks > 1:
             self._communicated(distributed.all_gather_object, values, value, group=self._group)
@@ -131,7 +127,7 @@ class DataParallelAgreement:
 def wait_for(event: Any, timeout_s: float | None) -> None:
     """Wait for an event of the device; with other ranks in its work at most ``timeout_s``.
 
-    The watchdog of NCCL does not see the collectives of a replay, so that only a poll finds out that a rank is gone.
+    The watchdog of NCCL does not see the collectives of a replay, so only a poll finds out that a rank is gone.
 
     Raises:
         AgreementError: the event has not come by then.
@@ -146,11 +142,20 @@ def wait_for(event: Any, timeout_s: float | None) -> None:
         time.sleep(0)
 
 
+def failures_of(
+    agreement: DataParallelAgreement, rows: Sequence[Sequence[int]], error: BaseException | None
+) -> tuple[list[int], str]:
+    """The ranks whose rows do not begin with 0, and their errors. Every rank calls it, with its own error."""
+    failed = [rank for rank, row in enumerate(rows) if row[0]]
+    texts = agreement.exchange_objects(f"{type(error).__name__}: {error}") if failed else []
+    return failed, "; ".join(f"rank {rank}: {texts[rank]}" for rank in failed)
+
+
 class RankRows:
     """Exchanges rows of integers over an agreement. A failed rank sends its error, so that no rank waits for it.
 
-    The texts are those of the error of all ranks: ``failed`` is the predicate after the number of the failed rank,
-    ``retried`` the call that can be run on all ranks afterwards.
+    Of the error of all ranks ``failed`` follows the number of the failed one, and ``retried`` is the call that all can
+    make again.
     """
 
     def __init__(
@@ -162,9 +167,9 @@ class RankRows:
 
     @contextlib.contextmanager
     def sending_failures(self) -> Iterator[None]:
-        """If the body fails, send its error to the other ranks, which wait for a row of this rank.
+        """If the body fails, send its error to the other ranks.
 
-        An AgreementError after an exchange inside the body is not sent: every rank raises that error.
+        An AgreementError after an exchange in the body is not sent: every rank raises it.
         """
         num_exchanges = self._num_exchanges
         try:
@@ -173,24 +178,23 @@ class RankRows:
             if not isinstance(error, AgreementError) or self._num_exchanges == num_exchanges:
                 with contextlib.suppress(AgreementError):
                     # guard: encoder_rank_fails
-                    self._exchanged([1, *[0] * self._width], f"{type(error).__name__}: {error}")
+                    self._exchanged([1, *[0] * self._width], error)
             raise
 
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
-        """The rows of all ranks, in their order, padded with zeros to the width. Every rank calls it."""
+        """The rows of all ranks, padded with zeros to the width. Every rank calls it."""
         self._num_exchanges += 1
-        rows = self._exchanged([0, *row, *[0] * (self._width - len(row))], "")
+        rows = self._exchanged([0, *row, *[0] * (self._width - len(row))])
         return [of_rank[1:] for of_rank in rows]
 
-    def _exchanged(self, row: Sequence[int], failure: str) -> list[list[int]]:
+    def _exchanged(self, row: Sequence[int], error: BaseException | None = None) -> list[list[int]]:
         rows = self._agreement.exchange(row)
-        failed = [rank for rank, of_rank in enumerate(rows) if of_rank[0]]
+        failed, found = failures_of(self._agreement, rows, error)
         if failed:
-            texts = self._agreement.exchange_objects(failure)
             raise AgreementError(
                 f"rank {failed[0]} {self._failed}",
                 expected=self._expected,
-                found="; ".join(f"rank {rank}: {texts[rank]}" for rank in failed),
+                found=found,
                 remedy=f"fix the error of that rank; {self._retried} can be run on all ranks",
             )
         return rows

@@ -11,22 +11,22 @@ from torch import fx
 
 from graphpass.compat import processgroups
 from graphpass.errors import AgreementError, CaptureError
-from graphpass.ranks.group import DataParallelAgreement
+from graphpass.ranks.group import DataParallelAgreement, failures_of
 from graphpass.ranks.preflight import would_hang
 
 _WARMING = 1
-"""The agreements before a warm-up, which runs collectives. A capture agrees before it, after it, and at its end."""
+"""The agreements before a warm-up, which runs collectives; there is one after it, and at a capture's end."""
 _FINE, _FAILED, _FAILED_BETWEEN = range(3)
 
 
 class Lockstep:
     """The ranks whose collectives are in a graph. They capture it together, and a failure of one is one of all.
 
-    A replay waits for nobody: all ranks choose the same graph, because they choose by the calls and their sizes.
+    A replay waits for nobody: all ranks choose the graph by the calls and their sizes.
 
     Args:
         group: name of the group of the collectives; empty for all ranks.
-        agreement: of these ranks; None: it is created when they first agree.
+        agreement: of these ranks; None: created when they first agree.
     """
 
     def __init__(self, group: str = "", agreement: DataParallelAgreement | None = None) -> None:
@@ -38,7 +38,7 @@ class Lockstep:
 
     @contextlib.contextmanager
     def capturing(self, what: str = "the capture of a manager") -> Iterator[None]:
-        """A capture on all ranks, which ends together. Every rank enters it for the same ``what``."""
+        """A capture on all ranks, of the same ``what``, which ends together."""
         outer = self._what, self._passed
         self._what, self._passed = what, 0
         try:
@@ -53,7 +53,7 @@ class Lockstep:
             self._raised = None
 
     def passed(self) -> None:
-        """Wait until every rank has come as far in its capture as this one; raises if one has failed."""
+        """Wait until every rank is as far in its capture; raises if one has failed."""
         self._exchange()
         if self._passed == _WARMING and not self._is_checked:
             for reason in would_hang(self.facts(), self.symmetric):
@@ -62,15 +62,15 @@ class Lockstep:
         self._passed += 1
 
     def facts(self) -> list[Any]:
-        """What each rank says of the group, see :func:`graphpass.ranks.preflight.would_hang`."""
+        """Of each rank, see :func:`graphpass.ranks.preflight.would_hang`."""
         return self._agreed().exchange_objects(processgroups.facts_of(processgroups.group_named(self._group)))
 
     def most(self, number: int) -> int:
-        """The greatest ``number`` of all ranks, each of which calls this."""
+        """The greatest number of all ranks."""
         return self._exchange(number=number)
 
     def stops(self, wants_to: bool, num_left: int) -> bool:
-        """Whether a rank wants to stop capturing keys, of which ``num_left`` are left."""
+        """Whether a rank wants to stop capturing keys."""
         return bool(self.most(int(wants_to)))
 
     def _agreed(self) -> DataParallelAgreement:
@@ -86,11 +86,8 @@ class Lockstep:
         if error is not None:
             state = _FAILED_BETWEEN if self._passed == _WARMING else _FAILED
         try:
-            agreement = self._agreed()
-            rows = agreement.exchange([state, place, number])
-            failed = [rank for rank, row in enumerate(rows) if row[0]]
-            texts = agreement.exchange_objects(f"{type(error).__name__}: {error}") if failed else []
-            found = "; ".join(f"rank {rank}: {texts[rank]}" for rank in failed)
+            rows = self._agreed().exchange([state, place, number])
+            failed, found = failures_of(self._agreed(), rows, error)
             # guard: lockstep_between_collectives
             if len(failed) < len(rows) and any(row[0] == _FAILED_BETWEEN for row in rows):
                 raise _apart("a rank failed between its collectives, where the others wait for it", found)
@@ -105,7 +102,7 @@ class Lockstep:
         return max(row[2] for row in rows)
 
     def _failure(self, problem: str, found: str, remedy: str) -> CaptureError:
-        """The error that every rank raises for itself, which is not told to the others."""
+        """The error that every rank raises for itself."""
         expected = "a capture that succeeds on every rank"
         self._raised = CaptureError(f"{self._what} {problem}", expected=expected, found=found, remedy=remedy)
         return self._raised
@@ -115,7 +112,7 @@ class LockstepGroups(dict[str, Lockstep]):
     """{name of a group: its ranks} of a runtime."""
 
     def of(self, nodes: Sequence[fx.Node] = ()) -> Lockstep:
-        """The ranks whose collectives are among the nodes; all ranks, where that is not known."""
+        """The ranks whose collectives are among the nodes; by default all."""
         ranks = self.setdefault(group := processgroups.group_of(nodes), Lockstep(group))
         ranks.symmetric |= {str(node.target) for node in nodes if "symm_mem" in str(node.target)}
         return ranks
