@@ -10,12 +10,13 @@ from graphpass.compile.compilers import (
 from graphpass.compile.once import (
     CompiledRegion,
     CompiledRegions,
+    PlainRegion,
     RegionCompiler,
     SizeRanges,
     WaitingFunction,
+    chosen,
     traced_regions,
 )
-from graphpass.compile.plain import PlainRegion, chosen
 from graphpass.compile.tuning import TunedRegion, Tuning
 
 __all__ = [

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -27,8 +28,7 @@ from graphpass.compile.compilers import (
     own_copy,
     trace_alone,
 )
-from graphpass.compile.plain import PlainRegion
-from graphpass.compile.structure import Structure, inputs_within, structure_of
+from graphpass.compile.structure import Structure, inputs_within, structure_of, symbols_of
 from graphpass.compile.tuning import Measurement, SizedArtifact, TunedRegion, Tuning
 
 SizeRanges = tuple[sympy.Symbol, Sequence[tuple[int, int]]]
@@ -143,6 +143,52 @@ def _may_wait(region: Any, structure: Structure, compiler: Compiler) -> bool:
     # guard: compiled_for_its_operators
     needs_compiler = any(operators.is_higher_order(node.target) for node in region.graph_module.graph.nodes)
     return is_constant and compiler.opaque and not needs_compiler
+
+
+class PlainRegion:
+    """The artifact of one region structure that contains no insertions. It must never run at a padded size.
+
+    It runs inside :func:`chosen` alone, and only in that thread. A saved one is None: its graph is not kept.
+
+    Args:
+        examples: the inputs of the first region of the structure, as traced.
+        compile_within: (bounds of symbols, is_plain) -> the artifact; None if the inputs cannot be reproduced.
+    """
+
+    def __init__(self, examples: Sequence[Any], compile_within: Callable[..., SizedArtifact | None]) -> None:
+        self._symbols = symbols_of(examples)
+        self._compile_within, self._configured = compile_within, configuration.saved_configuration()
+        self._artifact: SizedArtifact | None = None
+        self.thread: int | None = None  #: in which the artifact runs at present
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+    def compile(self) -> bool:
+        """Compile the artifact, unless there is one; returns whether there is one now."""
+        if self._artifact is None:
+            with self._configured():
+                self._artifact = self._compile_within(dict.fromkeys(self._symbols, (None, None)), is_plain=True)
+        return self._artifact is not None
+
+    def function_for(self, args: Sequence[Any]) -> Callable[..., Any] | None:
+        """The artifact for these arguments; None where it is not chosen or not valid."""
+        if self.thread != threading.get_ident() or self._artifact is None:  # guard: plain_in_its_thread
+            return None
+        return self._artifact.function if self._artifact.serves(args) else None
+
+
+@contextlib.contextmanager
+def chosen(regions: Iterable[PlainRegion]) -> Iterator[None]:
+    """Run the plain artifacts in the body, in this thread. Only one thread captures at a time."""
+    regions = tuple(regions)
+    for region in regions:
+        region.thread = threading.get_ident()
+    try:
+        yield
+    finally:
+        for region in regions:
+            region.thread = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

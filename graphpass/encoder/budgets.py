@@ -108,7 +108,6 @@ class EncoderLadder:
         try:
             return estimated(
                 {"encoder": list(keys)},
-                graphs.runtime,
                 graphs.memory,
                 lambda key: graphs.capture(keys[key]).memory,
                 contextlib.nullcontext,

@@ -12,7 +12,7 @@ from graphpass.ledger import CountedReason, Ledger, Reason, Row
 from graphpass.report import Problem, ReportFigures, SizeTraffic, Table
 from graphpass.report.drawing import counted, text_of
 from graphpass.report.figures import key_sizes, padding_share
-from graphpass.serving.traffic import Traffic, captured_group
+from graphpass.serving.traffic import Traffic, captured_group, traffic_table
 
 REPLAYED, EAGER, REQUEST, OTHER_SETTING = "replayed", "ran eagerly", "request", "other setting"  # events of an encoder
 
@@ -81,23 +81,10 @@ class EncoderStats:
         )
 
     def __str__(self) -> str:
-        rows = tuple(
-            (
-                str(budget.captured.descriptor),
-                str(budget.replays),
-                str(budget.items),
-                str(budget.real_tokens),
-                f"{100 * budget.padding:.1f} %",
-                f"{1000 * budget.captured.seconds:.1f}",
-                str(budget.captured.pool_bytes),
-            )
-            for budget in self.budgets
-        )
-        columns = ("budget", "replays", "items", "tokens", "padding", "capture ms", "pool bytes")
         failed = tuple((str(key), str(reason)) for key, reason in self.failed)
         settings = tuple((name, str(count)) for name, count in self.other_settings.items())
         tables = (
-            Table("Budgets", columns, rows),
+            traffic_table("Budgets", self.budgets),
             Table("Without a graph", ("budget", "reason"), failed),
             Table("Eager because a setting changed since the capture", ("setting", "requests"), settings),
         )

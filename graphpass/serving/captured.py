@@ -196,7 +196,6 @@ class CapturedKeys:
                 with self._inputs.restoring():  # guard: throwaway_buffers_kept
                     known = estimated(
                         keys_by_group(keys),
-                        self._runtime,
                         self._memory,
                         lambda key: self._captured(key).cost.memory,
                         self._model.restoring_state,

@@ -35,11 +35,11 @@ class DeviceMemory:
     """Reads the memory of a device. There is no pool on the CPU, so the runtime's own count of bytes is used."""
 
     def __init__(self, device: torch.device, runtime: GraphRuntime) -> None:
-        self._device, self._runtime = device, runtime
+        self._device, self.runtime = device, runtime
 
     def reading(self) -> MemoryGrowth:
         """The device's memory now; the driver's is that of all processes."""
-        pool, (reserved, driver_bytes) = self._runtime.pool_bytes(), device_bytes(self._device)
+        pool, (reserved, driver_bytes) = self.runtime.pool_bytes(), device_bytes(self._device)
         return MemoryGrowth(pool, max(reserved - pool, 0), driver_bytes)
 
     def driver_bytes(self) -> int:
@@ -57,7 +57,7 @@ class DeviceMemory:
 
     def open_pool(self) -> None:
         """Allocate what a pool allocates once, for any capture: the workspaces of matrix products."""
-        self._runtime.lease.device_for([torch.empty(0, device=self._device)]).open()
+        self.runtime.lease.device_for([torch.empty(0, device=self._device)]).open()
 
     def settle(self) -> None:
         """Release the allocator's cached memory, so that readings are comparable."""
@@ -277,7 +277,6 @@ NOTHING_ESTIMATED = estimate_of({}, Measured({}))
 
 def estimated(
     groups: Groups,
-    runtime: GraphRuntime,
     meter: DeviceMemory,
     capture: Callable[[Key], MemoryGrowth],
     surroundings: Callable[[], contextlib.AbstractContextManager[None]],
@@ -295,7 +294,7 @@ def estimated(
     at_first = meter.reading()
     with surroundings():
         baseline = meter.reading() - at_first
-        measured = _measured(groups, baseline, runtime, meter, capture)
+        measured = _measured(groups, baseline, meter, capture)
     meter.settle()
     return replace(
         estimate_of(groups, measured),
@@ -307,11 +306,7 @@ def estimated(
 
 
 def _measured(
-    groups: Groups,
-    baseline: MemoryGrowth,
-    runtime: GraphRuntime,
-    meter: DeviceMemory,
-    capture: Callable[[Key], MemoryGrowth],
+    groups: Groups, baseline: MemoryGrowth, meter: DeviceMemory, capture: Callable[[Key], MemoryGrowth]
 ) -> Measured:
     """Measure the samples of each group in a separate pool, then the largest sample of every group in one pool."""
     chosen = keys_to_sample(groups)
@@ -321,7 +316,7 @@ def _measured(
 
     @contextlib.contextmanager
     def pool_opened() -> Iterator[None]:
-        with runtime.throwaway():
+        with meter.runtime.throwaway():
             unopened = meter.reading()
             meter.open_pool()
             setups.append(meter.reading() - unopened)
@@ -337,7 +332,7 @@ def _measured(
             before = meter.driver_bytes()
             with pool_opened():
                 measured[name] = [sample(samples[0])]
-                copied = partial(copy, runtime.lease.recordings())
+                copied = partial(copy, meter.runtime.lease.recordings())
                 measured[name] += [sample(key) for key in samples[1:]]
                 driver_bytes[name] = _driver_bytes(meter, copied, len(groups[name]), before)
     largest_in_one_pool: list[Sample] = []

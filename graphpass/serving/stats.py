@@ -17,7 +17,7 @@ from graphpass.report.drawing import text_of
 from graphpass.report.figures import captured_sizes, key_sizes
 from graphpass.report.records import CapturedGroup, RegionUse
 from graphpass.serving.estimate import Key
-from graphpass.serving.traffic import Traffic, captured_group
+from graphpass.serving.traffic import Traffic, captured_group, traffic_table
 
 _EXPECTED = (DispatchReason.EMPTY, DispatchReason.DISABLED)  # nothing to run, and as the user asked
 
@@ -61,27 +61,13 @@ class ManagerStats:
 
     def tables(self) -> tuple[Table, ...]:
         """The tables ``Dispatches``, ``Without a graph``, ``Left out``, ``Captured`` and ``Memory``."""
-        rows = tuple(
-            (
-                str(key.captured.mode),
-                str(key.captured.descriptor),
-                str(key.replays),
-                str(key.real_tokens),
-                str(key.padded_tokens),
-                f"{100 * key.padding:.1f} %",
-                f"{1000 * key.captured.seconds:.1f}",
-                str(key.captured.pool_bytes),
-            )
-            for key in self.keys
-        )
-        columns = ("mode", "key", "hits", "real tokens", "padded tokens", "padding", "capture ms", "pool bytes")
         groups = tuple(
             (group.name, str(group.num_keys), f"{group.seconds:.3f}", *map(str, asdict(group.memory).values()))
             for group in self.groups
         )
         kinds = ("pool bytes", "cached bytes", "driver bytes")
         return (
-            Table("Dispatches", columns, rows),
+            traffic_table("Dispatches", self.keys),
             Table("Without a graph", ("reason", "batches"), tuple((str(r), str(n)) for r, n in self.fallbacks.items())),
             Table("Left out", ("mode", "key"), tuple((str(mode), str(key)) for mode, key in self.left_out)),
             Table("Captured", ("group", "keys", "seconds", *kinds), groups),

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.ledger import Row
-from graphpass.report import KeyUse
+from graphpass.report import KeyUse, Table
 from graphpass.report.figures import padding_share
 from graphpass.report.records import CapturedGroup, MemoryGrowth
 from graphpass.serving.estimate import Key
@@ -75,6 +75,19 @@ class Traffic:
             pool_bytes=captured.pool_bytes,
             driver_bytes=captured.memory.driver_bytes,
         )
+
+
+def traffic_table(title: str, traffic: Iterable[Traffic]) -> Table:
+    """A row for each graph."""
+    columns = ("mode", "key", "replays", "items", "real tokens", "padded tokens", "padding", "capture ms", "pool bytes")
+    rows = (
+        (
+            *(of.captured.mode, of.captured.descriptor, of.replays, of.items, of.real_tokens, of.padded_tokens),
+            *(f"{100 * of.padding:.1f} %", f"{1000 * of.captured.seconds:.1f}", of.captured.pool_bytes),
+        )
+        for of in traffic
+    )
+    return Table(title, columns, tuple(tuple(map(str, row)) for row in rows))
 
 
 def captured_group(name: str, graphs: Collection[CapturedGraph]) -> CapturedGroup:

@@ -17,8 +17,7 @@ from torch import nn
 
 import graphpass as gp
 from cgpass.autodispatch import AutoDispatcher
-from cgpass.exactgraphs import ExactGraphs
-from cgpass.servedcalls import ServedCalls
+from cgpass.servedcalls import ExactGraphs, ServedCalls
 from graphpass import GraphRuntime
 from graphpass.dispatch.recurring import RecurringKey
 from tests.threads import in_threads

@@ -15,7 +15,7 @@ from torch._inductor.utils import fresh_cache
 import cgpass
 import graphpass as gp
 from cgpass import pipeline
-from cgpass.exactgraphs import ExactGraphs
+from cgpass.servedcalls import ExactGraphs
 from graphpass.capture import recorder
 from graphpass.compat import dynamo, symbolic
 from graphpass.compile import once, tuning

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphpass import BatchDescriptor, CUDAGraphMode, GraphRuntime
+from graphpass import BatchDescriptor, CUDAGraphMode
 from graphpass.serving import MemoryEstimate, MemoryGrowth
 from graphpass.serving.estimate import Key, Measured, Sample, estimate_of, estimated, keys_to_sample
 from graphpass.serving.stats import keys_by_group
@@ -106,6 +106,8 @@ class FakeDevice:
     def lease(self) -> FakeDevice:
         return self
 
+    runtime = lease
+
     def recordings(self) -> Sequence[Key]:
         return self.captured[-1:]
 
@@ -163,9 +165,8 @@ class FakeDevice:
         return self.reading() - before
 
     def estimate(self, keys: Sequence[Key]) -> MemoryEstimate:
-        runtime = cast(GraphRuntime, self)
         groups = keys_by_group(keys)
-        return estimated(groups, runtime, cast(Any, self), self.capture, self.surroundings, buffer_bytes=7)
+        return estimated(groups, cast(Any, self), self.capture, self.surroundings, buffer_bytes=7)
 
     def capture_all(self, keys: Sequence[Key]) -> tuple[MemoryGrowth, int]:
         """What stays taken, and what was taken at most."""

@@ -250,7 +250,7 @@ def test_a_batch_without_a_graph_says_why(on_fallback: str, caplog: pytest.LogCa
     with caplog.at_level(logging.WARNING, "graphpass"):
         for _ in range(2):
             if on_fallback == "error":
-                with pytest.raises(CaptureError, match="no graph") as raised:
+                with pytest.raises(CaptureError, match="without a graph") as raised:
                     run(manager, rows(9))
                 assert "too_large" in raised.value.found
             else:
