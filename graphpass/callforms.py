@@ -28,10 +28,10 @@ _MODEL = "graphed_model"
 class CallForms:
     """A model compiled by :func:`graphpass.graphed`.
 
-    The form of a call is the number of positional arguments and the names of the keyword arguments, in order. An
-    argument that a plain function accepts both ways counts as positional. Each form has its own generated function,
-    whose parameters have the names of the model's parameters, because Dynamo passes the backend these names as the
-    sources of inputs. Dynamo counts recompiles by code object, so models of one class have separate limits.
+    The form of a call is the number of positional arguments and the names of the others; what a plain function takes
+    both ways counts as positional. Each form has a generated function, whose parameters are named like the model's:
+    Dynamo passes these names to the backend. It counts recompiles by code object, so models of one class have separate
+    limits.
     """
 
     def __init__(self, model: Callable[..., Any], backend: str, user_options: Mapping[str, Any]) -> None:
@@ -66,9 +66,8 @@ class CallForms:
     ) -> contextlib.AbstractContextManager[Any]:
         """A context manager for the grad and inference modes in which the model runs.
 
-        A graph captured in one mode cannot be replayed in another. So inference mode is switched off for the call,
-        which then replays the graphs captured outside of it. It stays on if an argument or a parameter is an inference
-        tensor, because such tensors can be written to in inference mode only.
+        Inference mode is off for the call, which replays graphs captured outside of it; it stays on if an argument or a
+        parameter is an inference tensor, which can be written to in that mode only.
         """
         if torch.is_inference_mode_enabled():
             stays = any(tensor.is_inference() for tensor in trees.tensors((args, kwargs)))
@@ -150,10 +149,7 @@ def _typed(error: BaseException) -> GraphpassError:
 
 
 def _names_either_way(called: Callable[..., Any]) -> tuple[str, ...]:
-    """The leading parameters of a plain function that behave the same by position and by name.
-
-    Empty for decorated functions and for C functions, which may distinguish the two.
-    """
+    """The leading parameters that behave the same by position and by name; none of decorated and C functions."""
     if hasattr(called, "__wrapped__") or not hasattr(getattr(called, "__func__", called), "__code__"):
         return ()
     parameters = inspect.signature(called).parameters.values()

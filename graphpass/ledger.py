@@ -82,7 +82,7 @@ def named_sizes(sizes: Iterable[tuple[str, int]]) -> str:
 def why_failed(error: BaseException, *, otherwise: str) -> Reason:
     """Why a capture that raised ``error`` has no graph, without the key, the sizes and the memory in use.
 
-    The remedy is the error's own, or ``otherwise`` if it states none.
+    The remedy is the error's own, or ``otherwise``.
     """
     where = error.where if isinstance(error, CaptureError) else ""
     cause = error.__cause__ if where and error.__cause__ is not None else error

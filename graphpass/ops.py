@@ -68,9 +68,9 @@ def zero_padding(x: torch.Tensor, num_dims: int = 1) -> torch.Tensor:
 def register_attention(name: str, function: Callable[..., Any]) -> None:
     """Register an attention function with transformers as ``attn_implementation=name``. It may be repeated.
 
-    The function is called as ``function(module, query, key, value, attention_mask, dropout=..., scaling=..., **more)``
-    with tensors [batch, heads, tokens, head_dim]. It returns a tensor [batch, tokens, heads, head_dim], and the
-    attention weights or None.
+    It is called as ``function(module, query, key, value, attention_mask, dropout=..., scaling=..., **more)`` with
+    tensors [batch, heads, tokens, head_dim], and returns one of [batch, tokens, heads, head_dim], and the weights or
+    None.
     """
     importlib.import_module("transformers").AttentionInterface.register(name, function)
 
@@ -78,10 +78,7 @@ def register_attention(name: str, function: Callable[..., Any]) -> None:
 def by_token(
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], scaling: float | None, *, what: str, remedy: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
-    """Views of query, key and value [1, heads, tokens, head_dim] as [tokens, heads, head_dim], and the scale.
-
-    The scale of the scores is ``head_dim ** -0.5`` if ``scaling`` is None. ``what`` and ``remedy`` are the error's.
-    """
+    """Views of query, key and value [1, heads, tokens, head_dim] as [tokens, heads, head_dim], and the scale."""
     query, key, value = tensors
     if query.shape[0] != 1:
         raise ShapeError(what, expected="a batch of one row", found=f"a batch of {query.shape[0]} rows", remedy=remedy)
@@ -102,9 +99,9 @@ def refuse_unserved(module: Any, used: Mapping[str, bool], *, what: str, expecte
 
 
 def kernel_fault(run: Callable[[], torch.Tensor], expected: torch.Tensor) -> str | None:
-    """Why an attention kernel cannot be used: its error, or keys that its caller did not name; None if it can.
+    """Why an attention kernel cannot be used: its error, or wrong keys; None if it can.
 
-    ``run`` returns the kernel's result, whose last dimension is the width of a head; ``expected`` is float32.
+    ``run`` returns its result, whose last dimension is the width of a head; ``expected`` is float32.
     """
     try:
         found = run()

@@ -129,10 +129,7 @@ def fill_parts(parts: PaddingParts) -> None:
 
 
 def fill_padding(buffer: torch.Tensor, real: torch.Tensor, rule: PadRule | None, *, name: str) -> None:
-    """Fill the padding of a buffer whose view ``real`` has the real entries; a rule None leaves it as it is.
-
-    Without real entries, ``"repeat"`` fills with zero.
-    """
+    """Fill the padding of a buffer whose view ``real`` has the real entries; a rule None leaves it as it is."""
     real_sizes = {dim: size for dim, size in enumerate(real.shape) if size != buffer.shape[dim]}
     if not real_sizes or rule is None:
         return
@@ -210,9 +207,7 @@ class PaddedInput:
 class PaddedArguments:
     """The padded inputs of one call. Inputs of one dtype are filled in one launch where their layout allows it.
 
-    Args:
-        inputs: the padded inputs.
-        numbers: (position, value) of the int arguments that depend on the padded sizes.
+    ``numbers`` are (position, value) of the int arguments that depend on the padded sizes.
     """
 
     def __init__(self, inputs: Sequence[PaddedInput] = (), numbers: Sequence[tuple[int, int]] = ()) -> None:

@@ -163,8 +163,8 @@ def _with_another_rung(
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """The least work of each prefix with one more rung, and the number of sizes before its last segment.
 
-    ``before`` and ``cuts_before`` are the same with ``fewest - 1`` rungs, by the number of sizes of the prefix, and
-    ``up_to`` is the weight of each prefix. Results for prefixes shorter than ``fewest`` are never read.
+    ``before`` and ``cuts_before`` have ``fewest - 1`` rungs; ``up_to`` is the weight of each prefix. Those shorter than
+    ``fewest`` are never read.
     """
     least, cuts, cut = np.zeros_like(before), np.zeros_like(cuts_before), fewest - 1
     for prefix in range(fewest, len(before)):

@@ -399,10 +399,7 @@ class AutoDispatcher:
     # -- ahead of the calls -------------------------------------------------------------------------------------------
 
     def ladder(self, args: Sequence[Any]) -> list[RecurringKey]:
-        """The keys of all capture sizes, largest first; without capture sizes, the key of ``args`` alone.
-
-        With ``warm_start``, also the keys that traffic used in an earlier process.
-        """
+        """The keys of all capture sizes, largest first, or that of ``args`` alone; then those of an earlier process."""
         if self._rules.off is not None or self._is_beside_a_gpu():
             return []
         used = () if self.used is None else self.used.keys

@@ -29,8 +29,8 @@ _RUNS_BEFORE_ADVICE = 8
 class GraphedCallable:
     """One graph of a model: ``g0``, ``g1``, ...
 
-    A FULL wrapper surrounds the stitched code, and a PIECEWISE wrapper surrounds each captured region in it. The kind
-    of wrapper that the context's runtime mode names captures or replays; the other kind calls through.
+    Of a FULL wrapper around the stitched code and PIECEWISE wrappers around its regions, those that the context's mode
+    names capture or replay.
     """
 
     def __init__(self, graph: CompiledGraph, runtime: GraphRuntime, settings: Settings) -> None:

@@ -43,8 +43,8 @@ class TensorCut:
 class CallResults:
     """What becomes of the flat outputs of a graph at a padded size in calls of one real size.
 
-    The real prefix of each tensor in the pool is copied, with the strides that the graph returns at the real sizes;
-    outputs that share a storage share one in the copies too. Views of inputs become views of the caller's tensors.
+    Real prefixes of tensors in the pool are copied, with the strides that the graph has at the real sizes and the
+    storages that outputs share; views of inputs become views of the caller's tensors.
     """
 
     is_cut: bool = False  #: False if nothing is padded
@@ -236,10 +236,9 @@ def _outputs(parts: Partition) -> tuple[_Output, ...]:
 
 
 def _viewed(parts: Partition, inputs: Mapping[str, int], name: str, homes: Sequence[int]) -> int | None:
-    """Position of the input that the output ``name`` is, or is a view of.
+    """Position of the input that the output ``name`` is, or is a view of, which is followed back to its base.
 
-    ``homes`` are the inputs with the output's storage in the traced call. Several inputs may have shared memory there
-    by chance, and not in later calls, so the view is followed back to its base.
+    ``homes`` are the inputs with the output's storage in the traced call, which several may share by chance.
     """
     if len(homes) <= 1:
         return inputs[name] if name in inputs else next(iter(homes), None)

@@ -32,14 +32,9 @@ made in every call: the call may write to them or return them, and random draws 
 
 
 class RealSizes:
-    """The real sizes of a call: those of all symbols, as one vector of int32.
+    """The real sizes of a call, those of all symbols, as one vector of int32.
 
-    Each call has its own vector, or that of earlier calls of equal sizes, which nothing changes. So a size never
-    changes under a graph that is running, or under a call of another thread.
-
-    Args:
-        places: symbol -> where a call has it, in the order of the vector.
-        device: of the vector.
+    Calls of equal sizes have one vector, which nothing changes: a size never changes under a graph that is running.
     """
 
     def __init__(self, places: Mapping[sympy.Symbol, tuple[int, int | None]], device: torch.device) -> None:

@@ -106,8 +106,7 @@ class GraphSizes:
     def of(cls, parts: Partition, settings: Settings, *, is_first: bool = True) -> GraphSizes:
         """Read the sizes off the inputs of a partitioned graph, and name them after the options.
 
-        After a graph break no input has a declared name. In the first graph that is a mistake in the names, and then
-        its symbols tell which dimensions a key counts.
+        After a graph break no input has a declared name; in the first graph that is a mistake in the names.
         """
         values = [graph_input.value for graph_input in parts.inputs]
         env = symbolic.shape_env_of(values)
@@ -168,7 +167,7 @@ class GraphSizes:
     def dense_numbers(self, positions: Iterable[int], sizes: Sizes) -> dict[int, int] | InputLayout:
         """{position: value} of the layout numbers if the inputs at ``positions`` have dense buffers of these sizes.
 
-        Returns the layout of an input instead whose traced strides no dense buffer has.
+        Else the layout of an input whose traced strides no dense buffer has.
         """
         values: dict[Any, int] = {}
         for position in positions:
@@ -204,10 +203,7 @@ class GraphSizes:
         return _numbers_of(descriptor) if self.grid is None else self.grid.fields(descriptor)
 
     def check(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> None:
-        """Compare the arguments' sizes with the key's.
-
-        A graph captured from arguments of other sizes than its key's would later refuse arguments of the right sizes.
-        """
+        """Compare the arguments' sizes with the key's: a graph of other sizes would later refuse those of its key."""
         found = [args[position].shape[dim] for position, dim, _ in self.counted]
         if self._fitting.get(descriptor) != found:  # guard: key_fits_the_symbol
             if self.products:
@@ -351,8 +347,7 @@ class _FieldNames:
     ) -> _FieldNames:
         """Name the symbols in ``shapes``, by position, of the inputs whose memory the graph does not exchange.
 
-        Dynamo may give the batch of each input a symbol of its own. Sizes of one dimension that were equal in the
-        traced call share a key field.
+        Dynamo may give the batch of each input its own symbol: equal sizes of one dimension share a key field.
         """
         declared = tuple((shapes[position][dim], name) for position, dim, name in _declared_dims(inputs, settings))
         given = {position: shape for position, shape in shapes.items() if not inputs[position].is_static}
@@ -375,8 +370,8 @@ class _FieldNames:
 def unify_sizes(graph: fx.Graph, settings: Settings) -> None:
     """Guard on the equality of sizes that share a key field, as Dynamo does where it traces a function first.
 
-    Padding is made from one real size of a field. A call in which the sizes differ is traced as another graph. Features
-    of a layer that torch runs as one operator, of which Dynamo learns nothing, have the width of its weights.
+    Padding is made from one real size of a field. Features of a layer that torch runs as one operator have the width of
+    its weights, which Dynamo does not learn.
     """
     placeholders = graph.find_nodes(op="placeholder")
     inputs = [given for given, node in zip(graph_inputs(graph), placeholders, strict=True) if node.users]
@@ -402,7 +397,7 @@ def _ladder(
 ) -> tuple[int, ...] | None:
     """The capture sizes of a key field; None if no option names them.
 
-    After a graph break no input has a declared name; if one key field has capture sizes, its dimension identifies it.
+    After a graph break, where no input has a declared name, the dimension of the only field with sizes identifies it.
     """
     sizes = settings.capture_sizes.get(name)
     if sizes is not None or knows_names or len(settings.capture_sizes) != 1:
@@ -419,8 +414,7 @@ def unmatched_names(
 ) -> Iterator[str]:
     """A sentence for each option that names inputs which the graph lacks, perhaps by a slip.
 
-    A graph need not have all inputs that are named, so a name that resembles none of its others says nothing; but in
-    the first graph of a model, which begins after no graph break, one of them should match.
+    The name resembles another input's; or it is the first graph of a model, of which some name should match.
     """
     named: Mapping[str, Collection[str]] = {
         "dynamic_dims": settings.dynamic_dims,
@@ -447,10 +441,7 @@ def _numbers_of(descriptor: BatchDescriptor) -> dict[str, int]:
 
 
 def _products(shape: Sequence[int], dims: Sequence[int]) -> Iterator[int]:
-    """All products of dimensions with at least one factor that is in ``dims`` or before ``dims[0]``.
-
-    The key may count a fixed dimension before ``dims``: in a graph for a fixed batch size, the symbol may be the width.
-    """
+    """All products with a factor that is in ``dims`` or before ``dims[0]``, where a fixed dimension may be counted."""
     for count in range(1, len(shape) + 1):
         for chosen in itertools.combinations(range(len(shape)), count):
             if chosen[0] < dims[0] or not set(chosen).isdisjoint(dims):

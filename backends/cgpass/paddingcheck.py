@@ -89,13 +89,10 @@ class PaddedCall:
 
 
 def fault_of_padding(call: PaddedCall) -> tuple[str | None, bool]:
-    """Repeat a call with other contents of its padding and without padding; compare all real entries.
+    """(Why a graph cannot be padded or None, whether replays of equal contents differ), by repetitions of a call.
 
     Another thread may change the weights meanwhile: a fault counts if a last replay equals the first, or after the last
     attempt.
-
-    Returns:
-        why the graph cannot be padded, None if it can; and whether replays of equal contents differ.
     """
     with call.restoring():  # random contents come from the default generator
         for _ in range(_ATTEMPTS):
@@ -153,8 +150,8 @@ def _fault_of_sizes(
 ) -> str | None:
     """Whether real entries differ from a run without padding by more than rounding, in the graph's own types.
 
-    ``spreads``: by name, how much replays of equal contents differ, as additions in any order do.
-    ``is_coarse``: whether float32 may be as coarse as 16 bits.
+    ``spreads`` are the differences of replays with equal contents; where ``is_coarse``, float32 may be as coarse as 16
+    bits.
     """
     for name, one in expected.items():
         other = unpadded[name]
@@ -177,8 +174,8 @@ def _largest(tensor: torch.Tensor, where: torch.Tensor) -> float:
 class _OtherContents:
     """Other finite contents for the padding of all inputs of a call; ``scale`` is that of random numbers.
 
-    A model may compute an index from several integers: the width of a box from its corners, a row from two inputs. So a
-    slice of copied padding is one whole real slice, the same one in all inputs that are padded alike.
+    A model may compute an index from several integers: so a slice of copied padding is one whole real slice, the same
+    one in all inputs that are padded alike.
     """
 
     def __init__(self, device: torch.device, of_floats: Literal["random", "real"], scale: float) -> None:

@@ -204,8 +204,8 @@ class SavedCallable:
     ) -> GraphedCallable:
         """The callable in this process.
 
-        ``traced`` has the name, the appended inputs and the side effects of a trace that was just made. Without one the
-        inputs have the user's names in the settings.
+        ``traced`` has the name, the appended inputs and the side effects of a trace. Without one the settings name
+        inputs as the user does.
         """
         if not traced:
             appended = None if self.sizes_read is None else AppendedInputs([], self.sizes_read)
@@ -232,8 +232,8 @@ def _compiled(
 ) -> CompiledRegions:
     """Compile the captured regions, so that they can be saved where ``warm_start`` asks for it.
 
-    A graph of constant sizes may serve one call only: the next size makes Dynamo trace a graph of symbolic sizes. So it
-    is compiled at its second call, unless something else than that call needs the artifact.
+    A graph of constant sizes may serve one call only, so it waits for its second one unless something needs the
+    artifact.
     """
     is_alone = current_context() is None and runtime.scopes.current() is None
     keeps = settings.tune is not None or settings.warm_start is not None
@@ -340,10 +340,7 @@ class TraceKey:
         ends_early: Reason | None,
         side_effects: tuple[sideeffects.SideEffect, ...],
     ) -> TraceKey | None:
-        """The key of the graph that Dynamo has just traced, before unused inputs are erased.
-
-        None for a graph from another tracer: its nodes have no example values, and it is not traced again.
-        """
+        """The key of a new trace before unused inputs are erased; None for another tracer's, without example values."""
         graph = graph_module.graph
         if any(
             value_of(node) is None
@@ -367,11 +364,10 @@ class TraceKey:
 
 
 class CallableCache(weakref.WeakValueDictionary[TraceKey | None, GraphedCallable]):
-    """The callables of one runtime by trace. References are weak: Dynamo owns the callables.
+    """The callables of one runtime by trace, weakly: Dynamo owns them.
 
-    Dynamo's guards distinguish more calls than graphs do. For example, Dynamo traces a function again if an input
-    becomes an inference tensor, or if a slice becomes as long as its buffer, and produces the same graph. A second
-    callable would have none of the keys that were captured for the first one.
+    Dynamo's guards distinguish more calls than graphs do (inference tensors, a slice as long as its buffer). A second
+    callable for an equal graph would have none of the captured keys.
     """
 
 

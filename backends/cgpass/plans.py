@@ -160,8 +160,8 @@ class ReplayPlans:
     def _planned(self, captured: Sequence[Region], entries: Mapping[str, GraphEntry]) -> dict[str, PlannedReplay]:
         """The regions that always replay the same entry, and the sources of their inputs: arguments, earlier replays.
 
-        Outputs of an eager region may share memory differently in the next call, which may need another entry. A region
-        that depends on this calls its wrapper instead, and so does each region that reads an output of such a region.
+        Outputs of an eager region may share memory in another way in the next call. Where the entry depends on this, a
+        region calls its wrapper, and so does each that reads its outputs.
         """
         written = set(self._partition.mutated_inputs)
         arguments = {value.name: p for p, value in enumerate(self._partition.inputs) if p not in written}

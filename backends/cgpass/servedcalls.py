@@ -67,9 +67,9 @@ class ServedCall(ServedSize[PaddedArguments, CallResults]):
         return not self.key.is_checked and self.num_padded != self.num_real
 
     def know(self, anchor: int, entry: GraphEntry, generation: int, *, clones: bool) -> ServedReplay:
-        """Remember the graph of these calls whose first static input has this address: they have nothing to look up.
+        """Remember the graph of calls whose first static input has this address: they have nothing to look up.
 
-        A graph that writes to inputs, returns views of them or reads the context still goes through its wrapper.
+        One that writes to inputs, returns views of them or reads the context goes through its wrapper.
         """
         plan, results = entry.plan, self.results
         reads = plan.reads.values or plan.inputs.pool_inputs

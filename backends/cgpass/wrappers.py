@@ -101,9 +101,9 @@ class CallableGraphs:
     def run_key(
         self, context: ForwardContext, args: Sequence[Any], *, is_cut: bool, plan: ReplayPlan | None = None
     ) -> Any:
-        """Capture or replay the key of ``context``; ``plan`` serves a PIECEWISE call, if it is known already.
+        """Capture or replay the key of ``context``; ``plan`` serves a PIECEWISE call, if it is known.
 
-        Outputs that are cut are not cloned before, and the pool lease is held until they are cut.
+        The caller holds the pool until it has cut outputs that ``is_cut`` says are cut, and which are not cloned.
         """
         clone = is_outermost = False if is_cut else None
         if context.runtime_mode is CUDAGraphMode.FULL:

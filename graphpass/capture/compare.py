@@ -50,7 +50,7 @@ def compared(
 ) -> Callable[[Sequence[Any], Sequence[Any]], None]:
     """Run the region of ``entry`` without a graph, on copies of what it writes, and leave the generators as they are.
 
-    Returns a function that compares with it the outputs of a replay, and the arguments after that.
+    Returns what compares with it a replay's outputs, and the arguments after that.
     """
     name, key = str(entry.region), f"{context.runtime_mode} {context.batch_descriptor}"
     copies = clone_pool_tensors(leaves, storage_ids(leaves[position] for position in entry.written))

@@ -48,10 +48,9 @@ def device_bytes(device: torch.device) -> tuple[int, int]:
 
 
 class CudaDevice:
-    """Captures CUDA graphs of one GPU into one memory pool.
+    """Captures CUDA graphs of one GPU into one memory pool, which lives as long as a graph in it.
 
-    The pool is created on the first capture and lives as long as a graph captured into it. Warm-up runs on the caller's
-    stream, capture on a stream that only this pool uses.
+    Warm-up runs on the caller's stream, capture on a stream that only this pool uses.
     """
 
     def __init__(self, device: torch.device, pool: Any = None, *, keeps_recordings: bool = False) -> None:
@@ -93,10 +92,10 @@ class CudaDevice:
     def record(
         self, body: Callable[[], Sequence[Any]], generators: Sequence[torch.Generator]
     ) -> tuple[torch.cuda.CUDAGraph, Sequence[Any]]:
-        """Record ``body``; returns the graph and the results of ``body``, tensors at the graph's addresses.
+        """Record ``body``; returns the graph and the results, tensors at the graph's addresses.
 
-        ``body`` may or may not take effect while it is recorded, depending on the device; callers restore the tensors
-        that it mutates. If ``body`` raises, the recording is discarded.
+        ``body`` may take effect, depending on the device: callers restore what it mutates. If it raises, the recording
+        is discarded.
         """
         self.open()
         self.reset_dropped()
@@ -110,9 +109,9 @@ class CudaDevice:
         return graph, outputs
 
     def timed(self, replay: Callable[[], object]) -> Callable[[], float | None]:
-        """Replay a few times; returns a function for the median seconds, which returns None until they are known.
+        """Replay a few times; returns a function for the median seconds, None until they are known: nothing waits.
 
-        Nothing waits for the device. The first replay uploads the graph and does not count.
+        The first replay uploads the graph and does not count.
         """
         replay()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(_TIMED_REPLAYS + 1)]
@@ -223,9 +222,9 @@ class CudaDevice:
         self._pool = None
 
     def _take_out_of_capture(self, generators: Sequence[torch.Generator]) -> None:
-        """Make the device's random number generators usable in eager calls again.
+        """Make the random number generators usable in eager calls again.
 
-        On torch 2.11, a generator stays in capture mode after a failed capture until a capture with it succeeds.
+        On torch 2.11 one stays in capture mode after a failed capture until a capture with it succeeds.
         """
         number = torch.zeros(1, device=self.device)
         graph = torch.cuda.CUDAGraph()
@@ -309,9 +308,9 @@ class RecordingStream:
     def close(self) -> None:
         """Destroy the stream and free its workspaces; no graph recorded on it may be replayed afterwards.
 
-        torch can only free the workspaces of all streams at once, and a graph in a pool outside graphpass may read
-        one of them. While such a pool exists, close() therefore frees nothing. It does not destroy the stream either:
-        torch finds workspaces by stream handle, and a new stream with the same handle would use this workspace.
+        torch frees the workspaces of all streams at once, and a graph in a pool outside graphpass may read one: while
+        such a pool exists, nothing is freed. The stream stays, too: torch finds workspaces by its handle, which a new
+        one could get.
         """
         if self._first is not None:
             self._first.reset()
@@ -325,10 +324,9 @@ class RecordingStream:
 def executable_copies() -> Iterator[Callable[[Sequence[Any]], bool]]:
     """Makes further executables of recorded graphs, never launched: they show how much device memory executables use.
 
-    The driver reuses the memory of earlier executables, so a few new ones often show no increase; as many as a ladder
-    will have show what the ladder will use. Instantiating an executable is much cheaper than a capture. Yields a
-    function that instantiates each recording, captured with ``keep_graph=True``, once more; it returns whether all
-    succeeded: the driver allows only one executable of a graph that allocates memory.
+    The driver reuses memory of earlier ones, so that as many as a ladder has show what it uses. Yields a function that
+    instantiates each recording, captured with ``keep_graph=True``, once more; it returns whether all succeeded: a graph
+    that allocates memory has one executable.
     """
     made: list[ctypes.c_void_p] = []
 
@@ -415,9 +413,8 @@ def measurement_on(device: object) -> CudaMeasurement | None:
 class ProcessMemory:
     """The graph pools and recording streams of graphpass in this process, for all devices and runtimes.
 
-    torch frees the workspaces of all streams at once, so before it does, every graph pool has to be graphpass's.
-    A device adds its pool when it creates it, and removes it on close. If a caller still holds outputs in it then, the
-    pool counts as graphpass's own until that memory is freed. A stream is removed when the driver has destroyed it.
+    torch frees the workspaces of all streams at once, so before it does, every graph pool has to be graphpass's. A pool
+    that its device has closed counts as such until no output in it is held; a stream until the driver has destroyed it.
     """
 
     def __init__(self) -> None:

@@ -120,10 +120,10 @@ class Layouts:
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """The state of a model at capture.
+    """The state of a model at capture: of the tensors that one graph reads, or of a whole object.
 
-    There are two kinds. :meth:`of_arguments` describes the tensors that one graph reads; the graph's plan compares
-    their addresses. :meth:`of_object` describes a whole object and compares addresses and the number of submodules too.
+    A graph's plan compares the addresses of the former; the latter compares addresses and the number of submodules,
+    too.
     """
 
     ambient: Mapping[str, Any]  #: {name: value} of torch's settings, and the training flags
@@ -136,8 +136,7 @@ class ModelState:
     def of_arguments(cls, modules: Sequence[torch.nn.Module], tensors: Sequence[torch.Tensor]) -> ModelState | None:
         """The state of the tensors that a graph reads; None if one of them is neither a parameter nor a buffer.
 
-        The slots include all submodules, because a replaced submodule may compute something else even if it has no
-        tensors.
+        The slots include all submodules: one that is replaced may compute something else even without tensors.
         """
         missing = {id(tensor) for tensor in tensors}
         slots: list[tuple[dict[str, Any], str, Any]] = []
@@ -336,7 +335,7 @@ def refuse_side_effects(effects: Iterable[sideeffects.SideEffect], state: Python
 def refuse_stored_tensors(state: PythonState, own: Collection[int]) -> None:
     """Refuse a model whose Python code between graphs stores tensors in its modules; its buffers are ``own``.
 
-    Dynamo records the side effects inside of graphs alone, so the modules are compared before and after a run.
+    Dynamo records side effects inside of graphs alone, so the modules are compared.
     """
     for name, tensor in state.new_tensors():
         if id(tensor) not in own and not isinstance(tensor, torch.nn.Parameter):

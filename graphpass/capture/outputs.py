@@ -84,8 +84,7 @@ class OutputPlan:
     def owning(self, built: list[Any], recorded: Sequence[Any]) -> list[Any]:
         """``built`` with pool outputs replaced by the recording's tensors, which keep their pool memory reserved.
 
-        The capturing call returns these: a region captured later in the same forward reads them, so its recording must
-        not reuse their memory. The memory is released when the caller drops them.
+        The capturing call returns these: a region captured later in the same forward reads them.
         """
         return [
             owner if isinstance(owner, torch.Tensor) and storage_id(owner) in self.pool_storages else value
@@ -113,7 +112,7 @@ def _first_byte(tensor: torch.Tensor) -> int:
 def view_of(tensor: torch.Tensor, like: torch.Tensor, byte_offset: int) -> torch.Tensor:
     """``like``'s shape, strides, dtype and lazy bits over the memory of ``tensor``, ``byte_offset`` after its start.
 
-    A view of the same dtype shares the tensor's base and version counter, as in eager code.
+    A view of the same dtype shares the tensor's base and version counter.
     """
     if tensor.dtype != like.dtype:
         return same_view(tensor, like, byte_offset=_first_byte(tensor) + byte_offset)

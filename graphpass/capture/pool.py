@@ -43,10 +43,7 @@ class PoolTurn:
         self._deferred = collections.deque[Callable[[], None]]()
 
     def acquire(self, forward: object, who: str) -> bool:
-        """Wait for the pool; True if this starts a forward, False inside a forward that has acquired it already.
-
-        ``forward`` identifies the forward: its context, if it has one.
-        """
+        """Wait for the pool; True if this starts a forward, which its context identifies, False inside it."""
         thread = threading.get_ident()
         if self._thread == thread:
             if self._forward is not forward:  # guard: pool_busy
@@ -101,10 +98,7 @@ class PoolTurn:
 
 
 class PoolLease:
-    """One graph pool: its device, the forward that uses it, the entries it replayed, and which outputs are stale.
-
-    A runtime replaces the whole object to capture into another pool temporarily: see :meth:`fork_empty`.
-    """
+    """One graph pool: its device, the forward that uses it, the entries it replayed, and which outputs are stale."""
 
     def __init__(
         self,
@@ -155,7 +149,7 @@ class PoolLease:
     def device_for(self, leaves: Sequence[Any]) -> GraphDevice:
         """The device for graphs over these arguments: the GPU that a tensor is on, else the CPU.
 
-        A part of a model that computes on the CPU may be captured first: its tapes give way to the graphs of a GPU.
+        Tapes of a part of a model on the CPU give way to the graphs of a GPU.
         """
         if self._device is not None:
             wanted = self._device.device
@@ -256,7 +250,7 @@ class PoolLease:
     def without_stale(self, leaves: Sequence[Any], positions: Sequence[int] | None = None) -> list[Any]:
         """``leaves`` with clones at those ``positions``, all by default, that lie in outputs of an earlier forward.
 
-        The next replay overwrites that memory: nothing can be read from it, or copied back to it, afterwards.
+        The next replay overwrites that memory.
         """
         found = list(leaves)
         if self._forward is not self._written_by and self._written:

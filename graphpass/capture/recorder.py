@@ -146,8 +146,8 @@ class Recorder:
     def record(self, context: ForwardContext, call: Call, baked: frozenset[int]) -> tuple[GraphEntry, Sequence[Any]]:
         """Copy inputs into buffers, warm up and record; mutated tensors and generators are restored after each run.
 
-        ``baked`` are flat positions of arguments, of ``call.static``, whose address the graph may bake in. Returns the
-        entry and the flat outputs of the recording. The outputs own their pool memory, the entry does not.
+        The graph may bake in the addresses of the arguments at the flat positions ``baked``. Returns the entry and the
+        flat outputs, which own their pool memory; the entry does not.
         """
         self._row(context, "warmed")  # the counts list the key, whatever comes of it
         device = self.runtime.lease.device_for(call.leaves)
@@ -254,10 +254,7 @@ class Recorder:
     def _inputs(
         self, device: torch.device, context: ForwardContext, call: Call, baked: frozenset[int]
     ) -> tuple[list[int], InputPlan, AliasPattern]:
-        """Where the graph reads each argument: baked in place, from the pool, from a buffer, or as a constant.
-
-        Returns the positions of the first, the plan of the others, and how those with a buffer share memory.
-        """
+        """(Positions baked in place, the plan of the other arguments, how those with a buffer share memory)."""
         leaves, names = call.leaves, call.names
         baked_storages = storage_ids(leaves[p] for p in baked)
         pool_storages = self.runtime.lease.forward_storages
@@ -360,10 +357,7 @@ class Recorder:
     # -- why it failed ------------------------------------------------------------------------------------------------
 
     def _explain(self, error: BaseException, inside: RegionCalls, context: ForwardContext) -> None:
-        """Raise a CaptureError from ``error`` that names region, op, key and memory in use.
-
-        Returns, so that the caller re-raises ``error`` itself, for interrupts and for graphpass's own errors.
-        """
+        """Raise a CaptureError from ``error`` with region, op and key; return for what is re-raised as it is."""
         refused = error if isinstance(error, CaptureError) and inside.failed is not None else None
         if not isinstance(error, Exception) or (isinstance(error, GraphpassError) and refused is None):
             return
@@ -384,10 +378,7 @@ class Recorder:
         ) from error
 
     def _remedy(self, error: Exception, refused: CaptureError | None, *, is_eager_inside: bool) -> str:
-        """The remedy for a failed capture.
-
-        Listing the op in splitting_ops does not help if it splits already or the graph is FULL.
-        """
+        """Listing the op in splitting_ops does not help if it splits already or the graph is FULL."""
         if isinstance(error, torch.OutOfMemoryError):
             return _OUT_OF_MEMORY
         if self.mode is CUDAGraphMode.FULL and is_eager_inside:
@@ -412,10 +403,7 @@ def _layouts(call: Call, static: Iterable[int]) -> Iterator[tuple[int, torch.Ten
 
 
 def _graph_inputs(call: Call, inputs: InputPlan) -> list[Any]:
-    """The arguments to record with: buffers for staged inputs, the caller's tensors for the others.
-
-    A tape keeps these. They must not keep the memory of modules.
-    """
+    """The arguments to record with, buffers for staged ones. A tape keeps them: they must not keep modules' memory."""
     lent, leaves = call.sharing(call.module_owned), enumerate(call.leaves)
     found = [memory.without_ownership(leaf) if position in lent else leaf for position, leaf in leaves]
     for position, buffer in inputs.staged:
@@ -458,9 +446,9 @@ class _Body:
 
 @contextlib.contextmanager
 def _surroundings(mode: CUDAGraphMode, inside: RegionCalls, log: ReadLog, context: ForwardContext) -> Iterator[None]:
-    """Enter the forward context and torch settings under which a region is warmed up and recorded.
+    """Enter the context and the torch settings of warm-up and recording.
 
-    The region sees ``context`` with the key's padded token count; in PIECEWISE mode without attention metadata.
+    The region sees the key's padded token count, and in PIECEWISE mode no attention metadata.
     """
     descriptor = context.batch_descriptor
     assert descriptor is not None
@@ -499,8 +487,8 @@ def _versions(leaves: Sequence[Any]) -> list[int | None]:
 class ReadLog:
     """Logs the values that a region reads from the forward context while ``is_open`` is True.
 
-    An op inside a graph reads the context once, at capture. A number such as a maximum sequence length becomes part of
-    the graph, and so does the address of a tensor such as a slot mapping. So the region sees a proxy of the context.
+    An op inside a graph reads the context once, at capture: a number or an address becomes part of the graph. So the
+    region sees a proxy of the context.
     """
 
     def __init__(self) -> None:

@@ -144,9 +144,9 @@ class KeyEntries:
 class EntryTable:
     """All that one wrapper has captured; its runtime counts, hides and closes it.
 
-    Finds the few entries that can serve a call, without a search through others. Dynamo shares one callable among the
-    instances of a class, so a decoder compiled block by block has one entry for each block at each key. The address of
-    one parameter, the anchor, selects the instance; entries with the same anchor are tried in order.
+    Dynamo shares one callable among the instances of a class, so a decoder compiled block by block has an entry for
+    each block at each key. The address of one parameter, the anchor, selects the instance; entries of one anchor are
+    tried in order.
     """
 
     region: RegionId
@@ -243,7 +243,7 @@ class EntryTable:
 class ReplayPlan:
     """Replays of one or more graphs, and the eager calls between them, for one set of static inputs.
 
-    A caller acquires the pool lease, calls :meth:`check` and then :meth:`run`.
+    A caller holds the pool for :meth:`check` and then :meth:`run`.
     """
 
     name: str  #: the region or the callable, for errors
@@ -273,7 +273,7 @@ class ReplayPlan:
     def check(self, args: Sequence[Any], context: ForwardContext | None, reads: ContextReads | None = None) -> None:
         """Refuse arguments and a context that the graphs cannot read as they were captured.
 
-        ``reads`` are compared in place of all that the graphs read; without a context, the graphs read none.
+        ``reads`` replace all that the graphs read; without a context, they read none.
         """
         self.inputs.check(args)
         if context is not None:
@@ -319,8 +319,7 @@ def launch_of(graph: Graph, inputs: InputPlan, outputs: OutputPlan) -> Callable[
 class InputPlan:
     """How the arguments of a replay are checked and copied: refuses those that a graph cannot read as captured.
 
-    The rows of one region's plan can be moved to the arguments of a callable (:meth:`at`), where the plans of all its
-    regions become one (:meth:`joined`).
+    Plans of regions become one of their callable's arguments (:meth:`at`, :meth:`joined`).
     """
 
     owner: str  #: the region, for errors

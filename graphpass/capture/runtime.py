@@ -412,7 +412,7 @@ def torch_release() -> tuple[int, ...]:
 def runtime_of_compiler(compiler: Any | None) -> GraphRuntime:
     """The runtime of one ``torch.compile``: from its options, else created at its first graph.
 
-    Without a compiler, where the backend is called outside of a frame, each graph has a runtime of its own.
+    A graph that is compiled outside of a frame has a runtime of its own.
     """
     if compiler is None:
         return GraphRuntime()

@@ -81,9 +81,9 @@ class ReachedCall:
 class CallObserver:
     """Sees the calls of a runtime's graphs in forwards whose context names it; it gives no permission to capture.
 
-    ``entering`` is called before a graph runs or is captured, with the calls so far and this one, and may prevent it.
-    ``prepare`` restores what the model reads besides its arguments, before the recording of each FULL capture.
-    ``keep_results`` may copy the flat outputs of a FULL graph, in its warm-up and recording, out of the pool.
+    ``entering`` gets the calls so far and the one that begins, which it may prevent. ``prepare`` restores what the
+    model reads besides its arguments, before each FULL recording. ``keep_results`` may copy the flat outputs of a FULL
+    graph out of the pool, in its warm-up and recording.
     """
 
     def __init__(

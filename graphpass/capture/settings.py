@@ -68,10 +68,7 @@ def frozen_objects() -> Iterator[None]:
 def restoring(
     mutated: Sequence[torch.Tensor], generators: Sequence[torch.Generator], device: torch.device
 ) -> Iterator[None]:
-    """Restore ``mutated``, ``generators`` and the device's default generator after the body, also when it raises.
-
-    The saved copies are outside any graph pool and are freed after the body.
-    """
+    """Restore ``mutated``, ``generators`` and the device's default generator after the body, also when it raises."""
     mutated = [distinct_elements(tensor, name="a mutated input") for tensor in mutated]
     saved = [tensor.clone() for tensor in mutated]
     states = [generator.get_state() for generator in generators]

@@ -31,10 +31,7 @@ Strides are () for an input that shares no memory: they only matter for whether 
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Address of a tensor's storage: equal for tensors that share a storage.
-
-    0 for an empty storage, and for a tensor that consists of others (nested, sparse).
-    """
+    """Address of a tensor's storage; 0 for an empty one, and for a tensor that consists of others (nested, sparse)."""
     try:
         return tensor.untyped_storage().data_ptr()
     except RuntimeError:
@@ -112,10 +109,7 @@ class BufferArena:
     _buffers: dict[tuple[int, torch.device], torch.Tensor] = field(default_factory=dict)
 
     def reserve(self, slot: int, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """A uint8 buffer of at least ``num_bytes`` for ``slot``.
-
-        A request larger than the current buffer allocates a new one; existing graphs continue to use the old one.
-        """
+        """A uint8 buffer of at least ``num_bytes`` for ``slot``; graphs continue to use one that was too small."""
         buffer = self._buffers.get((slot, device))
         if buffer is None or buffer.numel() < num_bytes:
             with torch.inference_mode(False):
@@ -170,9 +164,9 @@ Copies = Callable[[Sequence[torch.Tensor]], None]
 def grouped_copies(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Copies:
     """Copies to the same targets in every call, in about as many launches as there are dtypes.
 
-    torch's fused copy falls back to one launch for each tensor if a list mixes dtypes, or contains a pair of different
-    layouts; it refuses lazy targets. So pairs are grouped by these, once; sources of later calls have the layouts of
-    ``sources``, or are copied one by one. Each source has its target's shape and dtype.
+    torch's fused copy falls back to one launch for each tensor if a list mixes dtypes or has a pair of different
+    layouts, and refuses lazy targets. So pairs are grouped once; sources of other layouts than these are copied one by
+    one.
     """
     indices: dict[_Kind, list[int]] = {}
     for index, kind in enumerate(map(_kind, targets, sources)):

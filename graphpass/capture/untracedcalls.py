@@ -31,8 +31,7 @@ def against_recompiling() -> str:
 class GivenUpFunctions:
     """Why Dynamo runs functions of a runtime as they are.
 
-    A function at its recompile limit still runs the graphs that were compiled before, so ``entered`` tells its calls
-    apart. One that Dynamo cannot trace has none.
+    At its recompile limit a function still runs earlier graphs, so ``entered`` tells its calls apart.
     """
 
     def __init__(self) -> None:

@@ -282,9 +282,9 @@ class CUDAGraphWrapper:
     ) -> frozenset[int]:
         """The positions of the inputs that the new graph of a key may bake in; an error if it may not be captured.
 
-        If a static input has moved, the key is captured again for the new set of static inputs. Once a module instance
-        has :data:`MAX_STATIC_SETS` sets, the moving inputs are staged instead. Each instance is counted separately,
-        because 24 blocks that share a region have different parameters without any of them moving.
+        Where a static input has moved, the key is captured for the new set; beyond :data:`MAX_STATIC_SETS` of one
+        module instance, moving inputs are staged. 24 blocks that share a region have different parameters without any
+        moving.
         """
         is_lazy, is_automatic = permission is Permission.LAZY, permission is Permission.AUTOMATIC
         inside, owner_ids = call.sharing(call.static) - call.static, call.owner_ids()

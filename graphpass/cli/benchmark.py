@@ -47,10 +47,7 @@ class Spread:
 def in_rounds(
     steps: Mapping[str, Step], figures: Mapping[str, Callable[[Step], float]], rounds: int
 ) -> dict[str, dict[str, Spread]]:
-    """Measure every variant once a round, each round starting with another one.
-
-    A slow moment of the machine then falls on all of them. The garbage collector is off in the meantime.
-    """
+    """Measure every variant once a round, each round starting with another one, so that a slow moment falls on all."""
     values: dict[str, dict[str, list[float]]] = {name: {figure: [] for figure in figures} for name in steps}
     names = list(steps)
     gc.collect()
@@ -265,9 +262,9 @@ def _interleaved(
 
 
 def _device_timer(device: torch.device, calls: int) -> Callable[[Step], float]:
-    """Measures the median device time of ``calls`` calls: the device is busy while the host enqueues each.
+    """Measures the median device time of calls: the device is busy while the host enqueues each.
 
-    A model that reads values on the host waits for the device, and its device time then contains host time.
+    That of a model which reads values on the host contains host time.
     """
     matrix = torch.ones(_BUSY_SIZE, _BUSY_SIZE, device=device)
 

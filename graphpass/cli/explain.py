@@ -53,10 +53,7 @@ def _without_kernels(program: Program, options: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def quiet_compiler() -> Iterator[None]:
-    """Keep log records of torch.compile and graphpass off stderr in the body: the command shows their subject itself.
-
-    Torch 2.15 logs errors of tracing with a traceback before it raises them.
-    """
+    """Keep log records of torch.compile and graphpass off stderr in the body: the command shows what they say."""
     names = ("torch._dynamo", "torch._inductor", "torch._subclasses", "torch.fx", "graphpass")
     loggers = [logging.getLogger(name) for name in names]
     before = [logger.level for logger in loggers]

@@ -47,7 +47,7 @@ class CannotSaveError(Exception):
 def serializable() -> Iterator[None]:
     """Within the body, artifacts are compiled so that they can be saved; they are new ones.
 
-    Inductor compiles each reduction with one configuration: each process would time several, and round as its fastest.
+    Inductor compiles each reduction with one configuration: of several each process would time its own fastest.
     """
     from torch._dynamo.backends import debugging
     from torch._functorch import config as aot_config
@@ -239,10 +239,10 @@ def record_call(
     dynamic: bool | None,
     owners: Sequence[str],
 ) -> tuple[TracedCall, list[types.CodeType], set[str]]:
-    """Trace a call of a new function object, which is not compiled, for a backend whose graph raises :class:`Recorded`.
+    """Trace a call of a new function object for a backend whose graph raises :class:`Recorded`.
 
     ``owners`` are the variables of enclosing functions that hold the model. Returns the traced call, the code that was
-    traced, and the names of the Python modules that it is from.
+    traced, and the names of its Python modules.
     """
     package, of_model = _package_of(function), list[Any]()
 
@@ -401,10 +401,7 @@ def setting_that_differs(call: TracedCall) -> str | None:
 
 
 def rebuilt(function: Callable[..., Any], call: TracedCall) -> tuple[Any, list[ModelGuard]]:
-    """Torch's tree of the guards of a call, made anew, and those on the model and on global variables.
-
-    These compare with what the model and the variables are now.
-    """
+    """Torch's tree of the guards of a call, made anew, and those on the model and global variables as they are now."""
     from torch._dynamo.guards import CheckFunctionManager
     from torch._dynamo.output_graph import OutputGraphCommon
     from torch._dynamo.package import load_guards_state
@@ -445,10 +442,7 @@ def install_call(function: Callable[..., Any], call: TracedCall, guards: Any, gr
 
 
 def implementations_of(op: str) -> list[Callable[..., Any]] | None:
-    """The Python functions behind an operator, ``mylib.attention.default``; none for one in C++.
-
-    None: a compiler takes the operator apart, and torch does not say by which code.
-    """
+    """The Python functions behind an operator, none for one in C++; None if torch hides the code of a composite."""
     from torch._library.custom_ops import OPDEFS
     from torch._library.simple_registry import singleton
 

@@ -100,8 +100,8 @@ class RegionTrace:
 class TraceOnce:
     """A callback for the compiler that receives the aten graph; errors of the trace do not reach the compiler.
 
-    The aten graph must have the inputs and outputs of the region. A region that ``runs_as_it_is``, uncompiled, also
-    makes the calls whose results are unused, which tracing may drop.
+    The graph must have the region's inputs and outputs; and its calls whose results are unused, which tracing may drop,
+    where the region ``runs_as_it_is``, uncompiled.
     """
 
     def __init__(self, trace: TraceFunction, graph_module: fx.GraphModule, *, runs_as_it_is: bool = False) -> None:
@@ -135,10 +135,7 @@ class TraceOnce:
 
 
 def trace_alone(trace: TraceFunction, graph_module: fx.GraphModule, symbols: Sequence[sympy.Symbol]) -> RegionTrace:
-    """Trace a region that no AOT step compiles, or read it as it is if it is aten already.
-
-    ``symbols`` are the region's, in the order of the structure.
-    """
+    """Trace a region that no AOT step compiles, or read it if it is aten; ``symbols`` in the order of the structure."""
     try:
         if any(symbolic.is_unbacked(symbol) for symbol in symbols_of(inputs_of(graph_module))):
             return RegionTrace(None, "it takes sizes that depend on data")
@@ -171,8 +168,7 @@ def _is_aten(graph_module: fx.GraphModule) -> bool:
 def _difference(region: fx.GraphModule, aten: fx.GraphModule) -> str | None:
     """Why the aten graph's inputs and outputs do not match the region's one by one; None if they do.
 
-    AOTAutograd merges overlapping inputs, drops repeated inputs, and adds outputs for writes that it moves out of the
-    graph.
+    AOTAutograd merges overlapping inputs, drops repeated ones, and adds outputs for writes.
     """
     for name, values_of in (("input", inputs_of), ("output", _outputs)):
         traced, expected = values_of(aten), values_of(region)

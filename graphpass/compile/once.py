@@ -41,10 +41,9 @@ _WRITES_TO_SHARED = "it writes to inputs that have gaps or share memory"
 class WrittenInputs:
     """Finds calls for which a functionalizing compiler's artifact is wrong, for a region that writes to its inputs.
 
-    Such a compiler resolves overlaps between inputs by the offsets at compile time. The artifact is silently wrong for
-    other offsets, and for inputs that overlap only at run time. It is also wrong for writes to an input with gaps (a
-    block of columns) at symbolic sizes, because returned views get other strides. Artifacts therefore run only if no
-    written input has gaps or overlaps another input; all other calls run the traced graph.
+    Such a compiler resolves overlaps between inputs by their offsets at compile time; and at symbolic sizes views of an
+    input with gaps (a block of columns) get other strides. So artifacts run only if no written input has gaps or
+    overlaps another input; other calls run the traced graph.
     """
 
     tensors: tuple[int, ...]  #: positions of the tensor inputs
@@ -78,8 +77,7 @@ class WrittenInputs:
 def _any_overlap(tensors: list[torch.Tensor]) -> bool:
     """Whether two of these tensors, all in one storage, may have an element in common.
 
-    AOTAutograd's own test counts, because it acts on it. A second test covers rows of a strided matrix, which the first
-    one takes for disjoint.
+    AOTAutograd acts on its own test, which takes rows of a strided matrix for disjoint.
     """
     with symbolic.quiet_shapes(symbolic.fake_mode_of(tensors)):
         # guard: rows_of_a_matrix
@@ -148,11 +146,8 @@ def _may_wait(region: Any, structure: Structure, compiler: Compiler) -> bool:
 class PlainRegion:
     """The artifact of one region structure that contains no insertions. It must never run at a padded size.
 
-    It runs inside :func:`chosen` alone, and only in that thread. A saved one is None: its graph is not kept.
-
-    Args:
-        examples: the inputs of the first region of the structure, as traced.
-        compile_within: (bounds of symbols, is_plain) -> the artifact; None if the inputs cannot be reproduced.
+    It runs inside :func:`chosen` alone, and only in that thread. ``compile_within(bounds, is_plain=...)`` makes it, or
+    None. A saved one is None: its graph is not kept.
     """
 
     def __init__(self, examples: Sequence[Any], compile_within: Callable[..., SizedArtifact | None]) -> None:
@@ -259,8 +254,8 @@ class RegionCompiler:
     ) -> CompiledRegions:
         """Compile ``regions`` of one graph, structurally identical ones once; ``tuning`` None: they are not tuned.
 
-        ``waits``: what adds no guards becomes a :class:`WaitingFunction`; not what writes state, nor what calls
-        higher-order operators, such as ``flex_attention``: without a compiler they take more memory.
+        ``waits``: what adds no guards becomes a :class:`WaitingFunction`, but for what writes state, and for
+        higher-order operators, which take more memory without a compiler.
         """
         chosen = compiler_named(compiler)
         start_s = time.perf_counter()
@@ -299,7 +294,7 @@ def traced_regions(
 ) -> dict[str, RegionTrace]:
     """Call ``trace`` with the aten graphs of regions that are not compiled, once for each structure.
 
-    ``ignores_numbers`` is that of :func:`graphpass.compile.structure.structure_of`, for what reads the traces.
+    For ``ignores_numbers`` see :func:`graphpass.compile.structure.structure_of`.
     """
     results_of: dict[Any, RegionTrace] = {}
     traces = {}

@@ -57,7 +57,7 @@ def structure_of(
 ) -> Structure:
     """The structure of a region, whose nodes carry fake tensors and symbolic sizes, for one compiler.
 
-    Numbers among the arguments of ops for which ``ignores_numbers(target)`` is true are not part of the key.
+    Numbers among the arguments of ops that ``ignores_numbers`` accepts are not part of the key.
     """
     return _StructureReader(graph_module, ignores_numbers).read(compiler)
 
@@ -183,8 +183,8 @@ class _StructureReader:
     def _other_name(self, fact: sympy.Basic) -> tuple[sympy.Symbol, sympy.Symbol] | None:
         """(symbol from outside the region, equal symbol of the region) if the fact is their equality, else None.
 
-        In its second trace of a function, Dynamo creates a symbol for each input's size and guards that they are equal.
-        Without this renaming, the regions of that trace would have other keys than those of the first trace.
+        In its second trace of a function, Dynamo guards that the sizes of inputs are equal: without this, its regions
+        would have other keys.
         """
         if not isinstance(fact, sympy.Eq):
             return None
@@ -221,11 +221,11 @@ def inputs_within(
 ) -> tuple[list[Any], Any, Mapping[sympy.Symbol, Any]] | None:
     """Inputs like ``examples`` with symbols within ``bounds``; None if a layout cannot be reproduced.
 
-    ``bounds`` gives the smallest and the largest size of a symbol, None for any; equal bounds fix the symbol.
-    ``sizes`` are the sizes to trace with, those of the examples by default.
+    ``bounds`` has the least and the greatest size of a symbol, None for any; equal ones fix it. ``sizes`` to trace with
+    are by default those of the examples.
 
-    Returns one fake tensor or size for each input, over a new shape environment, see Note [Guards of a compilation];
-    the fake mode of the tensors; and {symbol of the region: its new symbol, or its fixed value}.
+    Returns a fake tensor or size for each input, over a new shape environment, see Note [Guards of a compilation];
+    their fake mode; and {symbol of the region: its new symbol or value}.
     """
     tensors = [value for value in examples if isinstance(value, torch.Tensor)]
     if any(t.layout is not torch.strided or memory.is_lazy(t) for t in tensors):

@@ -118,13 +118,8 @@ class Tuning:
 class TunedRegion:
     """The choice among the variants of one region structure, for each range of sizes.
 
-    A saved one has the choices of the process that saved it, and makes no others.
-
-    Args:
-        tuning: how it is tuned.
-        region: the first region of the structure.
-        examples: its inputs as traced.
-        compile_within: (bounds, sizes to trace with, settings) -> a variant; None if it cannot be compiled by itself.
+    A saved one has the choices of the process that saved it, and makes no others. ``compile_within(bounds, sizes,
+    settings=...)`` makes a variant; None if it cannot be compiled by itself.
     """
 
     def __init__(
@@ -383,8 +378,8 @@ def _name_of(target: Any) -> str:
 def _is_as_right(found: torch.Tensor, untuned: torch.Tensor, exact: torch.Tensor) -> bool:
     """Whether the error of ``found`` is at most 1.5 times that of ``untuned``, over the entries in which they differ.
 
-    Equal entries do not count: beside a mask of -1e38 any error is small. Of few entries those of ``untuned`` may be
-    rounded well by chance, so one rounding of one entry is allowed beside it, spread over all.
+    Equal entries do not count: beside a mask of -1e38 any error is small. Few entries of ``untuned`` may be rounded
+    well by chance, so one rounding of one entry is allowed beside it.
     """
     if not found.is_floating_point() and not found.is_complex():
         wrong, allowed = ((one != exact).sum() for one in (found, untuned))

@@ -63,8 +63,8 @@ class SizeGrid:
     ) -> Iterator[BatchDescriptor]:
         """The keys of uniform decode batches, which are FULL, or of all others, for one number of adapters.
 
-        Token counts of uniform batches are from :func:`decode_sizes`; without a ``num_tokens`` field they are those of
-        the combinations that hold whole requests.
+        Without a ``num_tokens`` field the token counts of uniform batches are those of combinations that hold whole
+        requests.
         """
         query_len = limits.query_len if uniform else 1
         for sizes, num_tokens in self._combinations(limits, decode=uniform):
@@ -183,8 +183,8 @@ def capture_sizes_within(sizes: Sequence[int], max_num_tokens: int | None, query
 def decode_sizes(sizes: Sequence[int], max_num_reqs: int, query_len: int) -> tuple[int, ...]:
     """Token counts of the uniform decode keys, ascending multiples of ``query_len``.
 
-    Capture sizes are rounded up to whole requests, and the largest decode batch (``max_num_reqs`` requests) is added.
-    Counts above that batch, or above the largest rounded capture size, are left out.
+    Capture sizes are rounded up to whole requests, and that of ``max_num_reqs`` requests is added; larger ones, and
+    those above the largest capture size, are left out.
     """
     largest = min(max_num_reqs * query_len, round_up(max(sizes), query_len))
     rounded = {round_up(size, query_len) for size in sizes} | {max_num_reqs * query_len}

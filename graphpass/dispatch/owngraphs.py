@@ -80,7 +80,7 @@ def bytes_allowed(given: int | None, device_bytes: int, *, has_ladder: bool) -> 
 class CaptureBytes:
     """What captures took of the pool and the driver, in the mean.
 
-    The driver takes memory for several executables at a time, so that the mean counts for each, at least.
+    The driver takes memory for several executables at once, so the mean counts for each, at least.
     """
 
     def __init__(self) -> None:
@@ -163,9 +163,7 @@ _ON_DEVICES: dict[Hashable, OwnGraphs] = {}
 class Times:
     """Times by rows, as measured; monotone between the measured ones.
 
-    Args:
-        is_proportional: below the least measured rows, times shrink with the rows; otherwise they stay as they are.
-        launches_s: what each takes beside what is measured.
+    Where ``is_proportional``, they shrink below the least measured rows. ``launches_s`` is added to each.
     """
 
     def __init__(self, *, is_proportional: bool, launches_s: float = 0.0) -> None:
@@ -271,10 +269,10 @@ class RecurringSizes:
         limit: the most bytes of all those graphs; None for no graphs.
         is_timed: whether times are seconds; False: rows, and a capture counts as some replays.
         spent: the time spent before the first call, in compiling.
-        plain_s: the time to compile all once more without insertions; None if there are none, or if that cannot be.
+        plain_s: the time to compile all without insertions; None if there are none, or if that cannot be.
         clock: seconds of the present.
-        most: the greatest of a number over the ranks in lockstep, which decide by counts of calls alone and ask it at
-            captures; None: this process decides alone, by times.
+        most: the greatest of a number over ranks in lockstep, which decide by counts of calls; None: this process
+            decides alone, by times.
     """
 
     def __init__(

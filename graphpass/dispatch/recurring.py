@@ -152,10 +152,7 @@ class RecurringKeys:
         return tuple((field.name, size) for field, size in zip(self.fields, key.sizes, strict=True) if field.is_number)
 
     def recount(self, graphs_of: Callable[[BatchDescriptor], int]) -> None:
-        """Count graphs again after some were dropped; the next call of a key captures missing graphs.
-
-        ``graphs_of`` tells how many graphs a key has now, one for each set of static inputs.
-        """
+        """Count graphs again after some were dropped; ``graphs_of`` says how many a key has now."""
         self.num_graphs = 0
         for key in self._keys.values():
             key.num_graphs = graphs_of(key.descriptor)
@@ -169,9 +166,9 @@ class RecurringKeys:
     def ladder_keys(
         self, example: tuple[int, ...], used: Sequence[tuple[tuple[int, ...], bool]] = ()
     ) -> list[RecurringKey]:
-        """The declared keys, largest first; fields without declared sizes have the size of the example's key.
+        """The declared keys, largest first, then those that were :meth:`used`, first those under padding.
 
-        After them come the keys that were :meth:`used`, those under padding first.
+        Fields without declared sizes have the size of the example's key.
         """
         names = dict(zip((field.name for field in self.fields), zip(self.fields, example, strict=True), strict=True))
         rungs = [(size,) if field.ladder is None else field.ladder for field, size in names.values()]

@@ -140,8 +140,8 @@ def symbol_placeholders(graph: fx.Graph) -> dict[sympy.Symbol, fx.Node]:
 def is_recomputed(node: fx.Node) -> bool:
     """Whether every region that needs this node computes it again instead of receiving it from another region.
 
-    True for arithmetic on sizes that are graph inputs, and for Python constants that Dynamo writes as calls
-    (``_backend_from_string('MATH')``). False for numbers read from a tensor.
+    True for arithmetic on input sizes, and for constants that Dynamo writes as calls
+    (``_backend_from_string('MATH')``).
     """
     recomputed = node.meta.get(RECOMPUTED)
     if not isinstance(recomputed, bool):
@@ -347,7 +347,7 @@ def is_known_pure(node: fx.Node) -> bool:
 def _is_torch_function(node: fx.Node) -> bool:
     """Whether a node calls torch's own code, so that the schema of the operator with that name applies.
 
-    torch functions written in Python write in place if a flag such as ``inplace`` is set; False for those calls.
+    Not for functions in Python with a flag that makes them write, such as ``inplace``.
     """
     target: Any = getattr(torch.Tensor, str(node.target), None) if node.op == "call_method" else node.target
     if not inspect.isfunction(target):

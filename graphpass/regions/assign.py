@@ -131,8 +131,8 @@ def _paired_spans(body: Sequence[fx.Node]) -> list[tuple[int, int]]:
 def _switched_spans(body: Sequence[fx.Node]) -> list[tuple[int, int]]:
     """Spans in which a mode that is switched by value (grad mode, say) differs from its value outside.
 
-    ``with`` blocks restore the previous value, so the last value set is the outer one. A mode that is set an odd number
-    of times is never restored, and its span extends to the last node.
+    The last value set is the outer one. A mode that is set an odd number of times is never restored: its span extends
+    to the last node.
     """
     spans: list[tuple[int, int]] = []
     for switch in operators.mode_switches():
@@ -167,8 +167,8 @@ def _runs(body: Sequence[fx.Node], reasons: Mapping[fx.Node, tuple[SplitReason, 
 def _torn_from_other_runs(runs: Runs) -> dict[fx.Node, tuple[SplitReason, ...]]:
     """Captured nodes that must not share their tensor with another run, with the reason to run them eagerly.
 
-    A replay does not repeat an in-place change of shape on a tensor that another run uses. A tensor from an earlier run
-    may have another storage offset in this run. See Note [Copied inputs].
+    A replay does not repeat an in-place change of shape, and a tensor from an earlier run may have another offset. See
+    Note [Copied inputs].
     """
     shared: dict[int, set[int]] = {}
     for position, (_, nodes) in enumerate(runs):
@@ -208,7 +208,7 @@ def _is_allocation(node: fx.Node) -> bool:
 def _fold_allocations(runs: Runs, trivial: Sequence[bool]) -> Runs:
     """Move allocations from runs that will not be captured into the captured run before or after.
 
-    This is safe because an allocation reads no tensor contents, so no write in between can change it.
+    They read no contents, so no write in between can change them.
     """
     run_of = {node: position for position, (_, nodes) in enumerate(runs) for node in nodes}
     captured = [position for position, (kind, _) in enumerate(runs) if kind == "captured" and not trivial[position]]

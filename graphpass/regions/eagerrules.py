@@ -173,7 +173,7 @@ def control_flow(node: fx.Node) -> SplitReason | None:
 def data_dependent_shape(node: fx.Node) -> SplitReason | None:
     """A tensor whose shape depends on data: ``nonzero``, ``unique``, ``masked_select``, indexing with a mask.
 
-    Assigning many values under a mask counts, too: the device counts the mask's elements, and the host waits for that.
+    So does assigning many values under a mask: the host waits for their count.
     """
     if _reads_a_size(node) or _always_data_dependent(node) or _assigns_under_mask(node):
         names = " ".join((display_name(node), *names_of(node)))
@@ -213,9 +213,9 @@ def _always_data_dependent(node: fx.Node) -> bool:
 
 
 def host_scalar(node: fx.Node) -> SplitReason | None:
-    """A node that uses a number read on the host: a capture would record the number of the first run.
+    """A node that uses a number read on the host: a capture would record that of the first run.
 
-    The remedy is that of the node that reads; a custom operator may read without a reason of its own.
+    The remedy is that of the node that reads, if it has a reason of its own.
     """
     readers = facts_of(node).readers
     if not readers:

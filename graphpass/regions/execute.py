@@ -41,7 +41,7 @@ class Execution:
 def value_of(argument: Any) -> Any:
     """The metadata of a node: fake tensors, symbolic sizes, plain values, or tuples of these; None if unknown.
 
-    Any other argument of a node is its own value.
+    Other arguments are their own values.
     """
     if not isinstance(argument, fx.Node):
         return argument
@@ -98,10 +98,9 @@ def owner_of(node: fx.Node) -> torch.nn.Module:
 
 
 def execute(node: fx.Node, fake_mode: Any = None) -> Execution:
-    """Run ``node`` on the fake tensors in its arguments' metadata; ``fake_mode`` is theirs if it is not given.
+    """Run ``node`` on the fake tensors in its arguments' metadata; ``fake_mode`` is theirs by default.
 
-    Tensors are passed detached: they share storage with the metadata, but in-place changes of shape do not affect it.
-    Errors of the op propagate.
+    Tensors are passed detached: in-place changes of shape do not affect the metadata. Errors of the op propagate.
     """
     if fake_mode is None:
         tensors = tensors_in([value_of(argument) for argument in node.all_input_nodes])

@@ -78,7 +78,7 @@ class FloatInputs:
 def floats_as_tensors(graph_module: fx.GraphModule) -> FloatInputs:
     """Compute with 0-d tensors what Dynamo computes with numbers that it reads from floats; else make them constants.
 
-    A float that is no argument, such as an attribute of a module, is a constant until it has had a second value.
+    A float that is no argument is a constant until it has had a second value.
     """
     graph = graph_module.graph
     rewriting = _Rewriting(graph)

@@ -108,7 +108,7 @@ def unwrapped(graph: fx.Graph) -> WrappedTensors | None:
 def as_parts(node: fx.Node) -> list[Path]:
     """Replace the placeholder of a wrapper by one for each plain tensor in it; returns their paths.
 
-    Its metadata goes: ``torch.utils.swap_tensors`` rejects a tensor with weak references.
+    Its metadata goes: ``torch.utils.swap_tensors`` rejects weak references.
     """
     graph, found = node.graph, list(plain_tensors(value_of(node)))
     plain = []

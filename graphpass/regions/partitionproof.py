@@ -55,10 +55,10 @@ def mixing_of(
 ) -> tuple[PaddingFinding, ...]:
     """The operators through which an entry along a size depends on other entries along it, or on their number.
 
-    Stricter than a proof of padding: any entries may be the real ones, not only the first, so causal order, masks,
-    windows and zero padding do not help. An output without that size may contain entries selected by data, such as the
-    logits of each request's last token. The index of an entry depends on the entries before it, so it may only select
-    that same entry. Random numbers depend on how many are drawn, but do not count as dependence.
+    Stricter than a proof of padding: any entries may be the real ones, so causal order, masks, windows and zero padding
+    do not help. An output without that size may contain entries selected by data, such as each request's last logits.
+    The index of an entry may only select that same entry. Random numbers, which depend on how many are drawn, do not
+    count.
     """
     run = _PartitionRun(parts, graphs, {}, frozenset(trusted))
     independence = Sizes(symbols, Question.INDEPENDENCE)  # guard: manager_mixing_causal

@@ -29,7 +29,7 @@ FILENAME = "<graphpass stitched>"
 class Stitching:
     """The stitched function before it is bound to callables: its names, and its code for each set of fixed regions.
 
-    It keeps no node of the graph, because it is saved and outlives the graph.
+    It is saved and outlives the graph, of which it keeps no node.
     """
 
     def __init__(self, gm: fx.GraphModule, regions: Sequence[Region]) -> None:
@@ -76,10 +76,7 @@ class Stitching:
         return FunctionType(self._codes[key], {**self._constants, **results, **callees}, "stitched", self._defaults)
 
     def source(self, fixed: Collection[str] = ()) -> str:
-        """The function, whose ``fixed`` regions are called without arguments and return the same objects always.
-
-        Each call is followed by ``del`` of the values that have no later use.
-        """
+        """The function, with ``del`` of values after their last use; ``fixed`` regions return the same objects."""
         last_use = self._last_uses(fixed)
         released: list[list[str]] = [[] for _ in range(len(self._regions) + 1)]
         for value, position in last_use.items():
@@ -166,10 +163,7 @@ def _container_text(value: Any, write: Callable[[Any], str]) -> str:
 def dump_partition(
     inputs: Sequence[GraphInput], mutated_inputs: Sequence[int], regions: Sequence[Region], outputs: Any
 ) -> str:
-    """The canonical text of a partition: no addresses or paths, names in order of first use.
-
-    ``outputs`` is the graph's output with names in place of values.
-    """
+    """The canonical text of a partition, names in order of first use; ``outputs`` has names in place of values."""
     names = _Names()
     lines = ["inputs:"]
     for position, graph_input in enumerate(inputs):

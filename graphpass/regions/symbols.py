@@ -79,10 +79,7 @@ def _source_text(node: fx.Node) -> str | None:
 
 
 def _label(source: str) -> str:
-    """Dynamo's text ``L['self']._modules['a']._parameters['weight']`` as Python: ``self.a.weight``.
-
-    The n-th key of a dict is ``#n``: ``self.state[#0]['step']``.
-    """
+    """``self.a.weight`` for Dynamo's ``L['self']._modules['a']._parameters['weight']``; the n-th key is ``#n``."""
     shorter = _NTH_KEY.sub(r"#\1", source)
     while shorter != source:  # the text of a key may contain that of another
         source, shorter = shorter, _NTH_KEY.sub(r"#\1", shorter)
@@ -90,10 +87,7 @@ def _label(source: str) -> str:
 
 
 def _source_name(node: fx.Node) -> str | None:
-    """The argument's name in Dynamo's source text: x for ``L['x']`` and ``L['kwargs']['x']``, None for attributes.
-
-    ``args[0]`` for a positional argument of a function that takes any.
-    """
+    """The name x of ``L['x']`` and ``L['kwargs']['x']``, ``args[0]`` of any arguments; None for attributes."""
     text = _source_text(node)
     if text is None:
         return None if node.meta.keys() & {"grapharg", REAL_SIZES} else str(node.target).lstrip("*")
@@ -108,8 +102,8 @@ def key_symbols(
 ) -> dict[str, sympy.Expr | int]:
     """Key field -> its size in this graph: a symbol, an expression over symbols, or a fixed int.
 
-    The declared dimensions determine it. Without declarations, ``num_tokens`` is the only symbol among the dimensions
-    marked with ``mark_dynamic``, else the only symbol of all inputs. If there are several, the result is empty.
+    Without declared dimensions ``num_tokens`` is the only symbol among those of ``mark_dynamic``, else the only one of
+    all inputs; of several there is none.
     """
     named = {given.source_name: given.value for given in inputs[::-1] if isinstance(given.value, torch.Tensor)}
     declared = {
@@ -133,8 +127,7 @@ def key_symbols(
 def layout_inputs(graph: fx.Graph) -> tuple[int, ...]:
     """Positions of the graph inputs that are only strides and offsets of input tensors.
 
-    No node computes with them, and no tensor's size depends on them. So a copy of the tensors in another layout has
-    other strides and offsets, but gives the same results.
+    No node computes with them, and no size depends on them: a copy in another layout gives the same results.
     """
     placeholders = enumerate(graph.find_nodes(op="placeholder"))
     unused = {
@@ -195,7 +188,7 @@ class GuardedSymbols:
     def excluded_by(self, sizes: Mapping[sympy.Symbol, int]) -> str | None:
         """The first constraint that ``sizes`` violates, as text (``s0 >= 2``), or None if the guards admit them.
 
-        A guard that also contains other symbols counts only if it fails for all values of those.
+        A guard with other symbols counts if it fails for all their values.
         """
         for symbol, size in sizes.items():
             low, high = self.ranges.get(symbol, (None, None))

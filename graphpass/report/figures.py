@@ -206,7 +206,7 @@ def _traffic_of(
 ) -> Iterator[SizeTraffic]:
     """The sizes of each field, of which so many are suggested that their combinations are a moderate number of keys.
 
-    Each size of an exact field is a key for each size of the others, so beside one the calls per key count, too.
+    Each size of an exact field multiplies the keys, so beside one the calls per key count.
     """
     num_exact = math.prod(len(histograms[field]) or 1 for field in histograms.keys() & exact)
     calls = max((sum(seen.values()) for seen in histograms.values()), default=0)
@@ -230,11 +230,10 @@ def _tuned_ranges(ledger: Ledger) -> Iterator[TunedRange]:
 
 
 def saved_s(uses: Iterable[RegionUse]) -> float | None:
-    """Estimated host seconds that the replays saved; None if nothing was timed.
+    """Estimated host seconds that the replays saved, rather low; None if nothing was timed.
 
-    The launches of a region take as long at any size, so the least times of all its keys count: those of a warm-up or a
-    recording, and of the replays that follow captures. Such a replay may also upload its graph, and a recording does
-    not submit its kernels, so the estimate is rather low.
+    Launches take as long at any size, so the least times of all keys of a region count: of a warm-up or a recording,
+    which submits no kernels; and of replays after captures, which may upload the graph.
     """
     by_region: dict[tuple[RegionId, CUDAGraphMode], list[RegionUse]] = {}
     for use in uses:

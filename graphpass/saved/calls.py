@@ -61,12 +61,7 @@ class _SavedCall:
 class SavedCalls:
     """Saves and loads the traced calls of one model; without ``warm_start`` it does nothing.
 
-    Args:
-        model: the module or function.
-        owners: the variables by which the compiled functions refer to the model.
-        backend: the name of the backend.
-        options: the backend's options, with the runtime.
-        dynamic: as for torch.compile.
+    ``owners`` are the variables by which the compiled functions refer to the model.
     """
 
     def __init__(
@@ -165,9 +160,9 @@ class SavedCalls:
     def gives_saved_bits(self, form: Form, args: Sequence[Any], run: Callable[..., Any]) -> bool:
         """Whether a captured call has the result that it had when it was saved; False removes what was loaded for it.
 
-        Digests are compared, in a process that has loaded the call and compiled nothing for it, where arguments,
-        parameters and buffers have equal contents. A call that changes them, or has other bits the second time, is not.
-        The call is compared with its own arguments and with seeded ones: an example may be all zeros.
+        Digests are compared where the call was loaded and nothing compiled, and arguments, parameters and buffers have
+        equal contents; not if it changes them, or has other bits the second time. Beside its own arguments, which may
+        be all zeros, it gets seeded ones.
         """
         if self._store is None or self.used is None:  # or what would have to be equal has no text
             return True
@@ -229,7 +224,7 @@ def _seeded_call(args: Sequence[Any]) -> Any:
 def _seeded(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of this layout; integers, which may be indices, and what a guard tells from a plain tensor stay.
 
-    Its numbers are from 0 to 1: a model may take them for probabilities, or make indices of them.
+    Its numbers are from 0 to 1, which may be probabilities.
     """
     is_plain = type(tensor) is torch.Tensor and not tensor.requires_grad and not vars(tensor)
     if not (is_plain and tensor.is_floating_point() and tensor.layout is torch.strided and all(tensor.stride())):
@@ -291,11 +286,8 @@ def assumed(
 ) -> Parts:
     """What a trace assumes of the model, of global variables and of Python modules.
 
-    Args:
-        guards: the guards of the trace.
-        values: {expression: value} of what they read.
-        names: of the traced code, by which it may ask whether something is there.
-        modules: the Python modules from which functions were traced.
+    ``values`` is {expression: value} of what its guards read; by ``names`` of its code it may ask whether something is
+    there.
     """
     digest_of = class_digests()
     whole = {guard.expression for guard in guards if not {*guard.kinds} <= _OF_A_PART}
@@ -330,7 +322,7 @@ def _text_read(value: Any, digest_of: Callable[[type], str], is_whole: bool) -> 
 def _variables(names: Collection[str], modules: Iterable[Any], values: Iterable[Any]) -> dict[str, Any]:
     """{module.name: value} of what the names may mean in Python modules that a trace reads; torch's are of its version.
 
-    Dynamo guards neither which names a module has nor which of its variables are one object.
+    Dynamo guards neither a module's names nor which variables are one object.
     """
     found: dict[str, Any] = {}
     todo, seen = [value for value in (*modules, *values) if is_own_module(value)], set[str]()

@@ -132,7 +132,7 @@ _TEXTS: tuple[tuple[Any, Callable[[Any], str]], ...] = (
 def contents_of(values: Iterable[Any]) -> str | None:
     """A digest of tensors and plain values; None if a value has no such text, or over 1 GiB would be read on the host.
 
-    Of a tensor on a GPU, 64 bits are computed there: the contents are not copied to the host.
+    Of a tensor on a GPU, 64 bits are computed there.
     """
     found, num_bytes, hashed = list(values), 0, hashlib.sha256()
     for value in found:
@@ -161,10 +161,9 @@ def contents_of(values: Iterable[Any]) -> str | None:
 
 
 def mixed_sum(plain: torch.Tensor) -> torch.Tensor:
-    """64 bits that depend on each byte and its place: the sum of all words of 8 bytes, each mixed with its index.
+    """64 bits that depend on each byte of a vector and its place: the sum of words of 8 bytes, mixed with the index.
 
-    The mixing is that of splitmix64, a bijection of 64-bit words. The result lies on the device of ``plain``, which has
-    one dimension of bytes.
+    The mixing is that of splitmix64, a bijection; on the device of ``plain``.
     """
     if len(plain) % 8 or plain.storage_offset() % 8:
         plain = torch.nn.functional.pad(plain, (0, -len(plain) % 8))
@@ -276,10 +275,7 @@ _PACKAGE = "the package of a tensor that wraps others: "
 
 
 def implementations(of: Iterable[Any]) -> Parts:
-    """The Python code behind each custom operator, or class that wraps tensors, among the targets of a graph's nodes.
-
-    ``of`` may also have the names of saved parts.
-    """
+    """The Python code behind each custom operator, or class that wraps tensors, among targets or saved parts."""
     of = list(of)
     packages = {kind.__module__.partition(".")[0] for op in of if isinstance(op, Rebuild) for kind in op.kinds()}
     packages |= {str(op).removeprefix(_PACKAGE) for op in of if str(op).startswith(_PACKAGE)}
@@ -297,10 +293,9 @@ def implementations(of: Iterable[Any]) -> Parts:
 
 
 def reached(functions: Iterable[Any]) -> str:
-    """A digest of functions and of the Python code and values that they reach by name.
+    """A digest of functions and of the Python code and values that they reach by name, but not through objects.
 
-    What is of torch or the standard library is of their versions. Methods that are reached through objects are not
-    followed.
+    What is of torch or the standard library is of their versions.
     """
     found: dict[int, Any] = {}
     texts: list[str] = []

@@ -90,9 +90,8 @@ def _parts(settings: Settings, devices: Iterable[torch.device], ops: Iterable[An
 class SavedGraphs:
     """What one runtime saves in a directory and loads from it.
 
-    A file holds what the compilation assumed of the sizes, and a record of the backend, without what belongs to a
-    process. The record makes the callable by ``bound(used_keys, runtime, settings)``, and ``traced=(name, ...)`` where
-    the graph was just traced.
+    A file holds what the compilation assumed of the sizes, and a record of the backend, which makes the callable of a
+    process by ``bound(used_keys, runtime, settings)``, with ``traced=(name, ...)`` of a new trace.
     """
 
     def __init__(self) -> None:
@@ -169,10 +168,7 @@ class SavedGraphs:
         runtime: GraphRuntime,
         settings: Settings,
     ) -> None:
-        """Write the record of a compiled graph, whose callable was made, to its file; the report says why it could not.
-
-        The file is written again when one of the regions has been tuned.
-        """
+        """Write the record of a compiled graph, again when a region was tuned; the report says why it could not."""
         added = identity if isinstance(identity, Reason) else identity.added()
         if isinstance(identity, Reason) or isinstance(added, Reason):
             assert isinstance(added, Reason), "the identity's own"

@@ -50,9 +50,9 @@ class RealInputs:
         return self._args
 
     def fill(self, inputs: Mapping[str, torch.Tensor] | None) -> None:
-        """Copy a batch into the buffers, all inputs in one fused copy, and write the padding after it.
+        """Copy a batch into the buffers, unless it is there, in one fused copy, and write the padding after it.
 
-        Without ``inputs`` the buffers contain the batch already. If an input does not fit, the buffers are unchanged.
+        If an input does not fit, the buffers are unchanged.
         """
         if inputs is not None:
             self._copy_in(inputs)

@@ -168,9 +168,8 @@ class CapturedKeys:
     def give_saved_bits(self, step_of: StepOf) -> bool:
         """Whether a step of each compiled graph has the result that was saved with it, see :class:`SavedCalls`.
 
-        Not compared are models with attention metadata, because example requests overwrite each other's pages, so that
-        their results depend on more than the inputs; with hooks, whose weights are elsewhere; and on several ranks,
-        none of which may compile while the others do not.
+        Not compared are models with attention metadata, whose example requests overwrite each other's pages; with
+        hooks, whose weights are elsewhere; and on several ranks, none of which may compile alone.
         """
         model = self._model
         if model.used is None or model.attention is not None or model.hooks is not None or self._ranks is not None:
@@ -225,7 +224,7 @@ class CapturedKeys:
     # -- one of them --------------------------------------------------------------------------------------------------
 
     def of(self, key: Key, checked: Checked) -> CapturedKey:
-        """A captured key; captures it if it has no graph or its graph reads replaced weights, where that is allowed.
+        """A captured key; captures one that is missing or reads replaced weights, where that is allowed.
 
         Weights and settings are those of the capture for keys in ``checked``, to which it is added.
         """
@@ -280,10 +279,7 @@ class CapturedKeys:
 
     @contextlib.contextmanager
     def _changed(self, keys: Sequence[Key]) -> Iterator[None]:
-        """Run the model under the settings of a replay, and restore its inputs and its state after the body.
-
-        The body may capture these keys.
-        """
+        """Run the model as for a replay, which may capture these keys; restore inputs and state after the body."""
         with replay_settings():
             self._model.recipe(beyond_one=_is_beyond_one(keys))
             with (
@@ -431,7 +427,7 @@ class CapturedKeys:
     def _at_size(self, keys: Sequence[Key], kind: _Kind, padded: int, num_tokens: int) -> list[Key]:
         """Keys for exactly ``num_tokens``, like those of a kind with ``padded`` tokens.
 
-        There is one for each value of the other key fields, as a longer one must not take the batches of shorter keys.
+        Each value of the other key fields has one: a longer one must not take the batches of shorter keys.
         """
         alike = [key for key in keys if _kind_of(key) == kind and key[1].num_tokens == padded]
         return [(mode, self._dispatcher.at_size(descriptor, num_tokens)) for mode, descriptor in alike]

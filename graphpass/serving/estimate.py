@@ -85,10 +85,9 @@ def _size_of(key: Key) -> int:
 
 
 def keys_to_sample(groups: Groups) -> dict[str, list[Key]]:
-    """The keys of each group to capture as samples, from the largest to the smallest.
+    """The keys of each group to capture as samples: the largest, the smallest, the median, in this order.
 
-    The first sample is the largest key, the second the smallest, the third the median. A mode has at most three
-    samples. A group has one sample for every six keys, and at least its largest key.
+    One for every six keys, at least one a group, at most three a mode.
     """
     modes = [group_keys[0][0] for group_keys in groups.values()]
     chosen = {}
@@ -147,7 +146,7 @@ class PoolModel:
     def of(cls, groups: Groups, measured: Measured) -> PoolModel:
         """A model that predicts at least the measured bytes of every sample.
 
-        ``kept`` is interpolated linearly in the size of a key. ``needs - kept`` is proportional to the size.
+        ``kept`` is linear in the size of a key; ``needs - kept`` is proportional to it.
         """
         needs: dict[Key, int] = {}
         kept: dict[Key, int] = {}
@@ -286,8 +285,8 @@ def estimated(
 ) -> MemoryEstimate:
     """Capture the keys of :func:`keys_to_sample`, each group in a throwaway pool, and estimate the whole ladder.
 
-    ``capture`` captures a key in the open capture scope. ``surroundings`` is the context in which the ladder is
-    captured; its memory is part of the estimate.
+    ``capture`` captures a key in the open scope. The memory of ``surroundings``, in which the ladder is captured, is
+    part of the estimate.
     """
     started = time.perf_counter()
     meter.settle()
@@ -343,11 +342,10 @@ def _measured(
 
 
 def _driver_bytes(meter: DeviceMemory, copied: Callable[[], bool], num_keys: int, before: int) -> int:
-    """Driver memory for ``num_keys`` keys like the one that ``copied`` makes executables of, in bytes.
+    """Driver memory for ``num_keys`` keys like the one that ``copied`` makes executables of.
 
-    The copies stay alive until the last group is measured. The executables of the samples are destroyed with their
-    pool, and the next group reuses their driver memory. So the sum of all groups is too high by the executables of the
-    last group's samples only.
+    The copies live until the last group is measured. Executables of samples go with their pool, and the next group
+    reuses their memory: the sum of all groups is too high by those of the last one.
     """
     grown: list[tuple[int, int]] = []
     for num_copies in range(num_keys + 1):
@@ -382,20 +380,8 @@ def capture_within(
 ) -> tuple[Key, ...]:
     """Capture the ``missing`` keys, in this order, and skip keys that would grow the pool above ``max_bytes``.
 
-    A pool that is larger already is not reduced.
-
-    Args:
-        max_bytes: of the pool; without it only other ranks have a limit.
-        present: the keys in the pool, in the order of capture.
-        missing: further keys.
-        model: predicts the growth of the pool.
-        num_bytes: the current size of the pool.
-        capture: captures one more key.
-        drop: releases the pool and the graphs of all keys.
-        on_some_rank: whether a condition is true on any rank that captures the same keys, from its value on this one.
-
-    Returns:
-        The keys of both that have no graph afterwards.
+    A pool that is larger already, with the keys ``present``, is not reduced. ``on_some_rank`` says whether a condition
+    is true on any rank that captures the same keys. Returns the keys of both that have no graph afterwards.
     """
     captured, wanted, retries = list(present), list(missing), 0
 

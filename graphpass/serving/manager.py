@@ -338,10 +338,7 @@ class CudaGraphManager:
         }
 
     def _proposed(self, batch: Batch | None) -> dict[str, Any] | None:
-        """The dispatcher's arguments that this rank proposes to the others; None without tokens.
-
-        Everything that could fail on this rank alone is checked before the proposal, so that the others do not wait.
-        """
+        """The dispatcher's arguments that this rank proposes; others do not wait for what fails here."""
         self._captured.refuse_unready()
         if batch is None or batch.num_tokens == 0:
             return None
@@ -510,10 +507,9 @@ def _uncompiled(model: Model, inputs: PaddedInputs) -> Any:
 class UnattendedSteps:
     """Steps of a manager that follow each other: nobody but graphpass has control between two of them.
 
-    The first step of a key compares weights, modules, settings and the fields of attention metadata with those of the
-    capture, as :meth:`run <CudaGraphManager.run>` of the manager does in every call; later ones do not, until
-    :meth:`attended` or a step in which code of the model or of the user has run. The attention builder counts as code
-    of the loop.
+    The first step of a key compares weights, modules, settings and fields of attention metadata, as :meth:`run
+    <CudaGraphManager.run>` always does; later ones do not, until :meth:`attended` or a step in which code of the model
+    or of the user has run. The attention builder counts as code of the loop.
     """
 
     def __init__(self, manager: CudaGraphManager) -> None:

@@ -191,7 +191,7 @@ class Model:
     ) -> entered:
         """The forward context of one forward, which has no ``key`` in a first run.
 
-        ``num_tokens`` are the real tokens of this rank. Without ``num_tokens_across_dp`` every rank has as many.
+        ``num_tokens`` of this rank are real ones, and of every rank by default.
         """
         alike = None if self._num_ranks is None else (num_tokens,) * self._num_ranks
         return entered(
@@ -233,7 +233,7 @@ class Model:
     def restoring_state(self, *, is_step: bool = False) -> Iterator[None]:
         """Save the model's tensors, its Python state and the random numbers, and restore them after the body.
 
-        In a step the model's Python code runs only if steps go through Dynamo; otherwise its state is not saved.
+        In a step without Dynamo no Python code of the model runs.
         """
         recipe = self.recipe()
         modules = () if is_step and recipe.why_through_dynamo is None else self.modules
@@ -244,8 +244,8 @@ class Model:
     def learning_writes(self, inputs: PaddedInputs) -> Iterator[Callable[[Reached], None]]:
         """Undo what a capture in the body writes; yields what adds to the recipe what its first graph writes.
 
-        The graph of the first run may have written less, or to tensors that were replaced since, or have been the whole
-        model. A model with Python around its graph may write to all of its buffers.
+        That of the first run may have written less, or to other tensors, or been the whole model. One with Python
+        around its graph may write to all of its buffers.
         """
         if self.recipe().why_through_dynamo is not None:
             yield lambda calls: None
@@ -285,10 +285,9 @@ class Model:
         return starts_and_ends == [(self._entry, None)]
 
     def check_graphs(self, inputs: PaddedInputs, reached: Reached) -> None:
-        """Check that each graph of a run keeps tokens and requests apart; a graph is checked once.
+        """Check that each graph of a run keeps tokens and requests apart, once.
 
-        The last call of ``reached`` may not have returned. A model whose code has changed since the capture is compiled
-        again in a step, and that graph is new. So is one that only some sizes have.
+        The last call may not have returned. Graphs are new where some sizes or changed code have their own.
         """
         if all(call.callable in self._checked for call in reached):
             return
@@ -353,10 +352,7 @@ class Model:
         return learned
 
     def _proved_uncompiled(self) -> ProvedUncompiled | None:
-        """The proof that batches of one request, but without hooks and ranks, may run uncompiled; None without one.
-
-        None with ``warm_start``, too: compiled graphs are saved, and a proof is made anew in every start.
-        """
+        """The proof that batches of one request may run uncompiled; None beside hooks, ranks and saved starts, too."""
         largest = self.inputs.largest
         if self.used is not None:
             return None  # guard: uncompiled_unsaved
@@ -378,10 +374,7 @@ class Model:
         return self._proved is not None and num_reqs == 1 and self._proved(self._model, num_tokens)
 
     def _run_once(self, sizes: Sizes, *, most_graphs: float = math.inf) -> Recipe | None:
-        """Run the model at these sizes over example inputs, without a graph, and undo the effects.
-
-        Returns its recipe, or None if it is more than ``most_graphs`` graphs.
-        """
+        """The recipe of a run at these sizes over example inputs, undone; None of more than ``most_graphs`` graphs."""
         inputs, none = self.inputs.at(sizes), CUDAGraphMode.NONE
         metadata = self.prepared(inputs, BatchDescriptor(sizes["num_tokens"]), none)
         with contextlib.ExitStack() as undo:
@@ -419,7 +412,7 @@ class Model:
     def _changed_by(self, calls: Reached, inputs: PaddedInputs) -> tuple[list[torch.Tensor], list[torch.Generator]]:
         """The tensors, inputs excluded, and the random number generators that a run of these graphs may change.
 
-        If the model is split into several graphs, Python code between them may change any of its buffers.
+        Python code around graphs may change any buffer.
         """
         own = {id(tensor) for tensor in inputs.arguments.values()}
         state = {id(tensor): tensor for call in calls for tensor in _written_by(call) if id(tensor) not in own}

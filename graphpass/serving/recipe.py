@@ -116,7 +116,7 @@ class Recipe:
     def result(self, views: Sequence[Any], leaves: Sequence[Any] | None = None) -> Any:
         """The model's result of these views, as new tensor objects: what is done to an object stays with it.
 
-        If the model's Python code has run, ``leaves`` are those of its result, for values that are no tensors.
+        Values that are no tensors are those of ``leaves``, if the model's Python code has run.
         """
         plain = views if leaves is None else leaves  # guard: manager_plain_values
         pairs = zip(views, plain, strict=True)
@@ -327,9 +327,9 @@ def _dims_by_symbol(shape: Sequence[Any], symbols: GraphSymbols) -> Dims | str:
 def refuse_mixing(
     callable_: ReachedCallable, symbols: GraphSymbols, declared: Collection[str], unpassed: Collection[str]
 ) -> None:
-    """Refuse a graph in which tokens or requests depend on each other, or that fixes a size.
+    """Refuse a graph in which tokens or requests depend on each other but by ``declared`` ops, or that fixes a size.
 
-    The ops that are ``declared`` may mix them. ``unpassed`` are parameters of the model that no input has.
+    ``unpassed`` are parameters of the model that no input has.
     """
     if symbols.fixed:  # guard: manager_mixing_fixed
         fixed = " and ".join(symbols.fixed)
@@ -348,10 +348,7 @@ def refuse_mixing(
 
 
 def refuse_tensors_between(callable_: ReachedCallable, symbols: GraphSymbols, state: PythonState) -> None:
-    """Refuse a later graph of a run that reads tensors which Python code has computed between the graphs.
-
-    ``state`` has the attributes and containers of the model's modules; tensors in them are allowed.
-    """
+    """Refuse a later graph of a run that reads tensors which Python has computed between graphs and ``state`` lacks."""
     names = [name for name, tensor in symbols.unknown if not state.holds_tensor(tensor)]
     if names:
         raise CaptureError(

@@ -29,9 +29,9 @@ ProvedUncompiled: TypeAlias = Callable[[Any, int], bool]
 
 
 def proved_uncompiled(model: Any, inputs: PaddedInputs, declared: Collection[Any]) -> ProvedUncompiled | None:
-    """Prove by a trace that only ops in ``declared`` combine tokens; None if that fails, or others may.
+    """Prove by a trace that only ops in ``declared`` combine tokens; None if that fails.
 
-    None also for a model that writes to an input or to its state: what is copied back is learned from compiled graphs.
+    None, too, if the model writes: what is copied back is learned from compiled graphs.
     """
     if not isinstance(model, torch.nn.Module):
         return None
