@@ -80,8 +80,8 @@ def attach(
     """Serve the vision tower of a stock model by graphs, within its own ``generate``.
 
     The tower is captured now. Calls that need a gradient, that ask for more than the tower's usual output, or that come
-    while the weights are on another device than at the capture, run the stock tower. Parameters, buffers, submodules,
-    hooks and flags are the stock tower's own, so saving, loading, moving and PEFT work as before.
+    while the weights are on another device than at the capture, run the stock tower. Saving, loading, moving and PEFT
+    work as before: parameters, buffers, submodules, hooks and flags are the stock tower's own.
 
     Args:
         model: a model of transformers with ``get_encoder`` and ``set_encoder``, in eval mode and on its device.
@@ -114,7 +114,7 @@ def attach(
 
 
 def _served(tower: nn.Module, attached: AttachedEncoder) -> nn.Module:
-    """A module that is the tower in everything but its forward: they share all attributes."""
+    """A module that shares all attributes of the tower, but not its forward."""
     stock: Any = type(tower)
 
     @functools.wraps(stock.forward)
@@ -125,7 +125,7 @@ def _served(tower: nn.Module, attached: AttachedEncoder) -> nn.Module:
         return attached._adapter.as_output(attached.manager.execute_together(items))
 
     def reduced(self: nn.Module, _: Any) -> Any:
-        """A copy, or a loaded pickle, is a stock tower."""
+        """Copies and pickles are stock towers."""
         return object.__new__, (stock,), self.__dict__
 
     own = {"forward": forward, "__reduce_ex__": reduced, "__module__": stock.__module__, _ATTACHED: True}

@@ -11,7 +11,7 @@ It is registered with transformers. The configuration of the calling layer says 
 from __future__ import annotations
 
 import functools
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,21 +31,17 @@ _NO_REMEDY = "nothing on this GPU and this torch: small token_budgets keep the m
 PIECE_LENGTH = 128
 """Rows of a piece: as many as a block of flash attention computes for most widths of heads."""
 
-Ints = TypeVar("Ints")
+
+class Pieces(NamedTuple):
+    """Rows of the pieces of packed sequences; arrays or tensors, int32."""
+
+    query_bounds: Any  #: first row of each piece, and the end of the last one, also for unused pieces, [pieces + 1]
+    #: likewise of the sequences of pieces. Read as bounds of sequences, they have more empty ones.
+    key_starts: Any
+    key_lengths: Any  #: length of the sequence of each piece, [pieces]; 0 for unused pieces
 
 
-class Pieces(NamedTuple, Generic[Ints]):
-    """Rows of the pieces of packed sequences; int32, on the host or on a device."""
-
-    #: first row of each piece, and the end of the last one, [pieces + 1]; unused pieces have the end
-    query_bounds: Ints
-    #: first row of the sequence of each piece, and the end of the last sequence, [pieces + 1]; unused pieces have the
-    #: end. Read as bounds of sequences, they have more empty ones.
-    key_starts: Ints
-    key_lengths: Ints  #: length of the sequence of each piece, [pieces]; 0 for unused pieces
-
-
-def pieces_of(lengths: npt.ArrayLike) -> Pieces[npt.NDArray[np.int32]]:
+def pieces_of(lengths: npt.ArrayLike) -> Pieces:
     """The pieces of concatenated sequences, and an unused one: Dynamo would compile a block for one piece apart."""
     lengths = np.asarray(lengths)
     if lengths.ndim != 1 or not np.issubdtype(lengths.dtype, np.integer) or (lengths < 0).any():
@@ -81,7 +77,7 @@ def why_not_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
     return operators.flash_obstacle(device, dtype, head_dim) or _fault_of_kernel(device, dtype, head_dim)
 
 
-def pieces_on(lengths: npt.ArrayLike, device: torch.device) -> Pieces[torch.Tensor]:
+def pieces_on(lengths: npt.ArrayLike, device: torch.device) -> Pieces:
     """The pieces of concatenated sequences, on a device."""
     return Pieces(*(torch.from_numpy(part).to(device) for part in pieces_of(lengths)))
 
@@ -90,7 +86,7 @@ def packed_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    pieces: Pieces[torch.Tensor],
+    pieces: Pieces,
     *,
     scale: float,
     is_flash: bool = False,
@@ -115,9 +111,7 @@ def packed_attention(
     return torch.where(is_packed, attended, 0.0)
 
 
-def _flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pieces: Pieces[torch.Tensor], scale: float
-) -> torch.Tensor:
+def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pieces: Pieces, scale: float) -> torch.Tensor:
     """Leaves padding rows uninitialised."""
     head_dim = query.shape[-1]
     missing = -head_dim % _HEAD_ALIGNMENT
@@ -180,7 +174,7 @@ def _packed_of_layer(
     is_causal: bool | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Packed attention with the signature of transformers; bounds of sequences are ``key_starts``."""
+    """With the signature of transformers; bounds of sequences are ``key_starts``."""
     refuse_unserved(
         module,
         {
@@ -195,9 +189,6 @@ def _packed_of_layer(
         expected="unmasked attention between all tokens of an image, without dropout, through the tower's adapter",
         remedy="call model.eval(); other attention needs a separate adapter",
     )
-    assert query_bounds is not None
-    assert cu_seq_lens_q is not None
-    assert key_lengths is not None
     if key.shape[1] != query.shape[1]:  # several heads of queries share one of keys and values
         key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], dim=1) for part in (key, value))
     what = f"attention of {type(module).__name__} takes the tokens of all images in one row"

@@ -23,10 +23,12 @@ from graphpass.encoder.costs import EncoderCosts, Load, PackingCosts, TimedExamp
 from graphpass.encoder.options import EncoderOptions
 from graphpass.encoder.planner import BatchPlanner
 from graphpass.encoder.protocol import (
+    Buffers,
     EncoderCudaGraphConfig,
     EncoderGraphKey,
     EncoderItems,
     EncoderOutput,
+    Outputs,
     SupportsEncoderCudaGraph,
     SupportsEncoderExamples,
     checked_specs,
@@ -122,14 +124,14 @@ class EncoderLadder:
 
     def _what_fits(self) -> PoolModel:
         if self.options.max_pool_bytes is not None:
-            with contextlib.suppress(CaptureError):  # a key whose capture fails gets no graph
+            with contextlib.suppress(CaptureError):
                 return self.estimate().pool
         return NOTHING_ESTIMATED.pool
 
     def _capture_keys(
         self, graphs: EncoderGraphs, fits: PoolModel, beside: CapturedEncoder | None
     ) -> tuple[dict[EncoderGraphKey, CapturedGraph], tuple[tuple[EncoderGraphKey, Reason], ...]]:
-        """Capture what ``beside`` lacks. Returns all captured budgets, and (key, reason) of keys without a graph."""
+        """Capture what ``beside`` lacks; all budgets, and (key, reason) of keys without a graph."""
         keys, most = self._by_descriptor(), self.options.max_pool_bytes
         budgets, without = ({}, ()) if beside is None else (dict(beside.budgets), beside.failed)
         failed: list[tuple[EncoderGraphKey, Reason]] = []
@@ -238,8 +240,8 @@ class EncoderGraphs:
         elapsed = time.perf_counter() - started
         return CapturedGraph(CUDAGraphMode.FULL, key.descriptor, elapsed, self.memory.reading() - before)
 
-    def replay(self, key: EncoderGraphKey, items: EncoderItems) -> tuple[torch.Tensor, ...]:
-        """The outputs with padding, [key.tokens, width] each, which the next replay overwrites."""
+    def replay(self, key: EncoderGraphKey, items: EncoderItems) -> Outputs:
+        """The outputs with padding, which the next replay overwrites."""
         values = self._ladder.model.prepare_encoder_cudagraph_replay_buffers(items, key)
         # An earlier replay on another stream may still read the buffers.
         self.runtime.lease.order_after_last_forward()  # guard: cuda_encoder_follows
@@ -247,12 +249,11 @@ class EncoderGraphs:
         return self.run(key)
 
     def fill_with_example(self, key: EncoderGraphKey) -> None:
-        """Fill the buffers of ``key``, which are also those of other keys, with its capture inputs."""
+        """Fill the buffers of ``key`` with its capture inputs."""
         self.buffers.add(key, self._example(key))
 
-    def run(self, key: EncoderGraphKey) -> tuple[torch.Tensor, ...]:
+    def run(self, key: EncoderGraphKey) -> Outputs:
         """Replay ``key`` over its buffers, or capture it if it has no graph."""
-        # Mode and descriptor need none of the checks of set_forward_context.
         context = ForwardContext(None, CUDAGraphMode.FULL, key.descriptor, None, None, None, None, None)
         with entered(context):
             return _outputs_of(self._wrapper.call_flat(context, (key, *self.buffers.of(key).values())))
@@ -267,7 +268,7 @@ class EncoderGraphs:
         self.buffers.clear()
         self.runtime.close()
 
-    def _example(self, key: EncoderGraphKey) -> Mapping[str, torch.Tensor]:
+    def _example(self, key: EncoderGraphKey) -> Buffers:
         of = self._ladder
         return of.model.prepare_encoder_cudagraph_capture_inputs(key, of.device, of.dtype)
 
@@ -277,9 +278,9 @@ class EncoderGraphs:
 
 
 class EncoderBuffers(PaddedMemory[str]):
-    """Flat memory for the buffers of the largest keys; those of each key are views of its start."""
+    """Flat memory for the largest keys; the buffers of each key are views of its start."""
 
-    def __init__(self, config: EncoderCudaGraphConfig, largest: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    def __init__(self, config: EncoderCudaGraphConfig, largest: Sequence[Buffers]) -> None:
         self._config = config
         self._views: dict[EncoderGraphKey, dict[str, torch.Tensor]] = {}
         allocated: dict[str, torch.Tensor] = {}
@@ -291,11 +292,11 @@ class EncoderBuffers(PaddedMemory[str]):
         super().__init__(allocated)
 
     @property
-    def tensors(self) -> Mapping[str, torch.Tensor]:
+    def tensors(self) -> Buffers:
         """The flat memory of each buffer."""
         return self._memory
 
-    def add(self, key: EncoderGraphKey, example: Mapping[str, torch.Tensor]) -> None:
+    def add(self, key: EncoderGraphKey, example: Buffers) -> None:
         """Create the buffers of ``key``, with the contents of ``example``."""
         _refuse_other_names(example, self._config, "prepare_encoder_cudagraph_capture_inputs")
         views = {}
@@ -317,12 +318,12 @@ class EncoderBuffers(PaddedMemory[str]):
         super().clear()
         self._views.clear()
 
-    def of(self, key: EncoderGraphKey) -> Mapping[str, torch.Tensor]:
+    def of(self, key: EncoderGraphKey) -> Buffers:
         """{name: buffer} of an added key."""
         return self._views[key]
 
     def fill(self, key: EncoderGraphKey, values: Mapping[str, torch.Tensor | None]) -> None:
-        """Copy ``values`` into the buffers of ``key``, and fill their padding."""
+        """Copy ``values`` into the buffers of ``key`` and pad."""
         _refuse_other_names(values, self._config, "prepare_encoder_cudagraph_replay_buffers")
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
@@ -363,18 +364,18 @@ def _check(name: str, value: object, buffer: torch.Tensor, key: EncoderGraphKey)
         f"the value for buffer {name!r} does not fit the key {key}",
         expected=f"a tensor of at most {tuple(buffer.shape)} of {buffer.dtype}",
         found=f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__,
-        remedy="return tensors of at most as many rows as the key has, with the other dimensions and the dtype of the "
-        "capture inputs; let the processor return tensors (return_tensors='pt')",
+        remedy="return tensors like the capture inputs, of at most as many rows; from a processor with "
+        "return_tensors='pt'",
     )
 
 
-def eager_outputs(model: SupportsEncoderCudaGraph, items: EncoderItems) -> tuple[torch.Tensor, ...]:
+def eager_outputs(model: SupportsEncoderCudaGraph, items: EncoderItems) -> Outputs:
     """The encoder's outputs without a graph."""
     with set_forward_context():  # compiled code neither captures nor replays graphs
         return _outputs_of(model.encoder_eager_forward(items))
 
 
-def _outputs_of(result: EncoderOutput) -> tuple[torch.Tensor, ...]:
+def _outputs_of(result: EncoderOutput) -> Outputs:
     return (result,) if isinstance(result, torch.Tensor) else tuple(result)
 
 

@@ -103,7 +103,7 @@ class EncoderCosts:
 
     @classmethod
     def of_user(cls, costs: PackingCosts, groups: Mapping[object, Sequence[EncoderGraphKey]]) -> EncoderCosts:
-        """The user's costs, which are equal for all keys of a budget."""
+        """The user's costs, equal for all keys of a budget."""
         replay = {key: replay_cost(key.tokens, costs) for keys in groups.values() for key in keys}
         return cls(replay, dict.fromkeys(groups, one_by_one(costs.eager)))
 
@@ -196,7 +196,7 @@ def _eager_seconds(run: Callable[[], object], device: torch.device) -> float:
 def _timed_with_other_items(
     usual: Sequence[_Timed], example_of: ExampleOf, device: torch.device
 ) -> tuple[list[_Timed], list[_Timed]]:
-    """Calls of one item, and of as many as possible, on the largest key and one half-way up to it."""
+    """Calls of one item, and of the most, on the largest key and one half-way up to it."""
     replays: list[_Timed] = []
     eager_calls: list[_Timed] = []
     for key, usual_load, _ in {usual[place][0]: usual[place] for place in (len(usual) // 2, -1)}.values():
@@ -240,7 +240,7 @@ def _curve(usual: Sequence[_Timed], of_items: ItemCosts) -> TokenCosts:
 
 
 def spread(keys: Sequence[EncoderGraphKey], most: int) -> list[EncoderGraphKey]:
-    """At most ``most`` of ``keys``, evenly spaced, with the first and the last."""
+    """At most ``most`` of ``keys``, with the first and the last."""
     if len(keys) <= most:
         return list(keys)
     return [keys[round(index * (len(keys) - 1) / (most - 1))] for index in range(most)]

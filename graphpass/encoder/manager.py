@@ -9,7 +9,7 @@ import itertools
 import logging
 import threading
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -25,9 +25,11 @@ from graphpass.encoder.encoderstats import EAGER, OTHER_SETTING, REPLAYED, REQUE
 from graphpass.encoder.options import EncoderOptions, checked_config, keys_of
 from graphpass.encoder.planner import BatchPlanner, PackedBatch, runs_of
 from graphpass.encoder.protocol import (
+    Buffers,
     EncoderItems,
     EncoderItemSpec,
     EncoderOutput,
+    Outputs,
     SupportsEncoderCompilation,
     SupportsEncoderCudaGraph,
     SupportsEncoderKernels,
@@ -146,7 +148,7 @@ class EncoderCudaGraphManager:
 
     def is_captured(self) -> bool:
         """Whether there is a captured graph."""
-        return self._captured is not None and bool(self._captured.budgets)
+        return bool(self._budgets())
 
     def capture(self, graph_pool: Any = None) -> None:
         """Capture a graph for every budget, the largest first, and measure the costs of replays and eager calls.
@@ -165,7 +167,7 @@ class EncoderCudaGraphManager:
                 raise CaptureError(
                     "the encoder is already captured",
                     expected="a manager without graphs",
-                    found=f"{len(self.get_cumulative_stats().budgets)} graphs",
+                    found=f"{len(self._budgets())} graphs",
                     remedy="call clear() first",
                 )
             if not self._options.enable:
@@ -220,18 +222,20 @@ class EncoderCudaGraphManager:
                     self._is_to_recapture = True
                     raise
                 self._captured, self._ladder = captured, ladder
-            return tuple(sorted({key.tokens for key in captured.budgets}.intersection(more)))
+            return tuple(sorted({*more}.intersection(self._budgets())))
 
     def _recurring(self) -> list[int]:
-        """Sizes of batches that padding has served often, those with the most padding first."""
-        if self._captured is None or not self._captured.budgets:
-            return []
-        ladder, budgets = {key.tokens for key in self._ladder.keys}, sorted({k.tokens for k in self._captured.budgets})
+        """Sizes of batches that padding serves often, the most padding first."""
+        ladder, budgets = {key.tokens for key in self._ladder.keys}, self._budgets()
         return due(
             (tokens, times, budgets[bisect_left(budgets, tokens)] - tokens)
             for tokens, times in list(self._ledger.sizes["tokens"].items())
-            if tokens <= budgets[-1] and tokens not in ladder
+            if tokens not in ladder and tokens <= max(budgets, default=0)
         )
+
+    def _budgets(self) -> list[int]:
+        """The tokens of captured keys, ascending."""
+        return [] if self._captured is None else sorted(key.tokens for key in self._captured.budgets)
 
     def estimate(self) -> MemoryEstimate:
         """Estimate the memory that :meth:`capture` needs, from at most three captures in a throwaway pool.
@@ -292,13 +296,13 @@ class EncoderCudaGraphManager:
                 raise contradiction("number of results from postprocess_encoder_output", expected, len(results))
             return list(results)
 
-    def execute_together(self, items: EncoderItems) -> tuple[torch.Tensor, ...]:
+    def execute_together(self, items: EncoderItems) -> Outputs:
         """Like :meth:`execute`, but not split by item."""
         with self._lock, capture_settings():
             return self._encoded(items)[0]
 
     @property
-    def buffers(self) -> Mapping[str, torch.Tensor]:
+    def buffers(self) -> Buffers:
         """{name: flat memory of the buffer}, which every replay overwrites; empty before the capture."""
         return {} if self._captured is None else self._captured.graphs.buffers.tensors
 
@@ -314,14 +318,13 @@ class EncoderCudaGraphManager:
         figures = stats.figures(self.runtime, graphs, name, is_enabled=is_enabled, adapts=adapts)
         return Report(replace(figures, kernels=self._kernels))
 
-    def _encoded(self, items: EncoderItems) -> tuple[tuple[torch.Tensor, ...], Sequence[EncoderItemSpec]]:
-        """The encoder's outputs for all items, and the sizes of these."""
+    def _encoded(self, items: EncoderItems) -> tuple[Outputs, Sequence[EncoderItemSpec]]:
         if self._agreement is None:
             specs: Sequence[EncoderItemSpec] = self._specs_of(items)
             outputs = self._rows(items, specs)
         else:
 
-            def encode(specs: Sequence[EncoderItemSpec], share: Sequence[int]) -> tuple[torch.Tensor, ...]:
+            def encode(specs: Sequence[EncoderItemSpec], share: Sequence[int]) -> Outputs:
                 of_share = self.model.select_encoder_cudagraph_items(items, share)
                 return self._rows(of_share, [specs[item] for item in share])
 
@@ -331,8 +334,7 @@ class EncoderCudaGraphManager:
             _log.info("%s", self.get_cumulative_stats().summary())
         return outputs, specs
 
-    def _rows(self, items: EncoderItems, specs: Sequence[EncoderItemSpec]) -> tuple[torch.Tensor, ...]:
-        """The encoder's outputs, which the caller owns."""
+    def _rows(self, items: EncoderItems, specs: Sequence[EncoderItemSpec]) -> Outputs:
         ends = list(itertools.accumulate((spec.output_tokens for spec in specs), initial=0))
         if not ends[-1]:
             return self._empty_outputs()
@@ -351,20 +353,18 @@ class EncoderCudaGraphManager:
             copy_each([rows[start:end] for rows in own for start, end in runs], list(parts))
         return tuple(own)
 
-    def _empty_outputs(self) -> tuple[torch.Tensor, ...]:
-        """The encoder's outputs for no tokens."""
-        widths = self._config.output_widths
+    def _empty_outputs(self) -> Outputs:
         device, dtype = self.place
-        return tuple(torch.empty(0, width, dtype=dtype, device=device) for width in widths)
+        return tuple(torch.empty(0, width, dtype=dtype, device=device) for width in self._config.output_widths)
 
     def _specs_of(self, items: EncoderItems) -> list[EncoderItemSpec]:
-        """The sizes of a request's items. Counts the request."""
+        """Counts the request."""
         specs = checked_specs(self.model.get_encoder_cudagraph_item_specs(items), self._config)
         self._requests.n += 1
         return specs
 
     def _follow_weights(self) -> None:
-        """Capture again if weights changed since the capture, under the settings of the capture."""
+        """Capture again if weights changed, under the settings of the capture."""
         captured = self._captured
         # guard: encoder_recapture_setting, encoder_weights
         if captured is not None and not captured.state.has_weights() and captured.state.setting_changed() is None:
@@ -379,7 +379,7 @@ class EncoderCudaGraphManager:
             self.capture(self._graph_pool)
 
     def _planner(self) -> BatchPlanner:
-        """That of the captured ladder, or of eager calls if a setting differs from the capture."""
+        """Of eager calls, if a setting differs from the capture."""
         if self._captured is None:
             return self._eager_planner
         setting = self._captured.state.setting_changed()
@@ -393,8 +393,8 @@ class EncoderCudaGraphManager:
         )
         return self._eager_planner
 
-    def _outputs(self, items: EncoderItems, batch: PackedBatch) -> tuple[torch.Tensor, ...]:
-        """The output rows of a batch without padding, those of a replay in the graph pool."""
+    def _outputs(self, items: EncoderItems, batch: PackedBatch) -> Outputs:
+        """The rows of a batch without padding, of a replay in the graph pool."""
         if batch.budget is None:
             outputs = eager_outputs(self.model, items)
             check_outputs(outputs, batch.tokens, self._config, "encoder_eager_forward")
@@ -418,7 +418,7 @@ class EncoderCudaGraphManager:
             what = "the encoder runs eagerly: it has not been captured"
             self.runtime.warn(what, "call capture() first", is_recorded=True)
             return
-        largest = max((key.tokens for key in captured.budgets), default=0)
+        largest = max(self._budgets(), default=0)
         if num_tokens > largest and captured.state.setting_changed() is None:
             failed = next((reason for key, reason in captured.failed if key.tokens >= num_tokens), None)
             self.runtime.warn(

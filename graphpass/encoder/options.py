@@ -84,7 +84,7 @@ class EncoderOptions:
             _refuse_more_items(self.max_items_per_batch, budgets, 0, 1)
 
     def of_backend(self) -> dict[str, Any]:
-        """The options of the backend that are set, besides the compiler."""
+        """The options of the backend that are set."""
         saved: dict[str, Any] = {} if self.warm_start is None else {"warm_start": self.warm_start}
         if self.tune is None:
             return saved
@@ -92,7 +92,6 @@ class EncoderOptions:
 
 
 def _refuse_more_items(max_items: int | None, budgets: Sequence[int], which: int, of_tokens: int) -> None:
-    """Refuse more ``max_items`` of ``of_tokens`` tokens than ``budgets[which]`` holds."""
     most = max(1, budgets[which] // of_tokens)
     if max_items is not None and max_items > most:
         raise EncoderConfigError(
@@ -121,17 +120,16 @@ def checked_config(config: EncoderCudaGraphConfig) -> EncoderCudaGraphConfig:
             raise contradiction(f"axis {axis.name!r} rounds up", "ascending integers", axis.values)
     if config.axes:
         _refuse_repeated("axes", [axis.name for axis in config.axes])
-    counts: dict[str, int | None] = {
+    limits = {
         name: getattr(config, name) for name in ("patches_per_token", "token_multiple", "max_frames", "max_items")
     }
-    counts |= {f"output_width {index}": width for index, width in enumerate(config.output_widths)}
-    for name, count in counts.items():
-        if count is not None and count < 1:
-            raise contradiction(name, "at least 1", count)
-    unknown = sorted(set(config.padding) - set(config.buffer_keys))
-    if unknown:
-        raise contradiction(f"padding of {unknown[0]!r}", f"one of the buffers {list(config.buffer_keys)}", unknown[0])
+    limits |= {f"output_width {index}": width for index, width in enumerate(config.output_widths)}
+    for name, limit in limits.items():
+        if limit is not None and limit < 1:
+            raise contradiction(name, "at least 1", limit)
     for key, rule in config.padding.items():
+        if key not in config.buffer_keys:
+            raise contradiction(f"padding of {key!r}", f"one of the buffers {list(config.buffer_keys)}", key)
         if not (rule is None or is_rule(rule)):
             raise contradiction(f"padding of {key!r}", "a number, 'repeat', a function or None", rule)
     return config
@@ -148,7 +146,7 @@ def keys_of(
     budget_range: tuple[int, int],
     more: Collection[int] = (),
 ) -> tuple[EncoderGraphKey, ...]:
-    """The key of every graph, the largest budget first; ``more`` are budgets beside the ladder's."""
+    """The key of every graph, the largest budget first, of the ladder and ``more`` budgets."""
     minimum, maximum = budget_range
     combinations = [
         (path, tuple(zip((axis.name for axis in config.axes), values, strict=True)))
@@ -225,7 +223,7 @@ def fine_budgets(minimum: int, maximum: int, *, max_graphs: int, multiple: int =
 
 
 def _ladder_between(stops: Sequence[int], steps: int) -> list[int]:
-    """A ladder with ``steps`` geometric steps between ``stops``, which descend."""
+    """With ``steps`` geometric steps between ``stops``, which descend."""
     budgets = set(stops)
     for upper, lower in itertools.pairwise(stops):
         for step in range(1, steps):
@@ -236,7 +234,7 @@ def _ladder_between(stops: Sequence[int], steps: int) -> list[int]:
 
 
 def _worst_padding(budgets: Sequence[int]) -> float:
-    """The largest share of padding: of a batch with one token more than a smaller budget."""
+    """Of a batch with one token more than a smaller budget."""
     return max((1 - (smaller + 1) / larger for smaller, larger in itertools.pairwise(budgets)), default=0.0)
 
 

@@ -131,7 +131,6 @@ def pack_items(
 
 
 def _packed(planned: Iterable[Planned], items: Sequence[int], tokens: Sequence[int]) -> list[PackedBatch]:
-    """The planned batches of ``items``; ``tokens`` are those of all items."""
     named = [(tuple(items[place] for place in places), key) for places, key in planned]
     return [PackedBatch(batch, sum(tokens[item] for item in batch), key) for batch, key in named]
 
@@ -189,14 +188,14 @@ class _Items:
         self.farthest = table.farthest(self.sums, peaks[:, chosen])
 
     def loads(self, starts: Places, ends: Places) -> tuple[Sizes, Sizes]:
-        """The sums and the peaks of each batch, [dimension, batch]."""
+        """Sums and peaks, [dimension, batch]."""
         highest = self._peaks[:, starts]
         if len(highest) and len(starts):
             highest = np.maximum.reduceat(self._peaks, np.column_stack((starts, ends)).ravel(), axis=1)[:, ::2]
         return self.sums[:, ends] - self.sums[:, starts], highest
 
     def greedy_cuts(self) -> Places:
-        """The bounds of batches, each of as many items as a rung holds."""
+        """The bounds of batches of as many items as a rung holds."""
         return _walk(self.farthest.tolist())
 
 
@@ -205,7 +204,7 @@ _Plan = tuple[float, list[Planned]]
 
 
 def _priced(items: _Items, cuts: Places, table: RungTable, calls: _EagerCalls) -> _Plan:
-    """The batches between ``cuts``, each as the cheaper of replay and eager call."""
+    """The batches between ``cuts``, each by the cheaper of replay and eager call."""
     starts, ends = cuts[:-1], cuts[1:]
     rungs = table.find(*items.loads(starts, ends))
     costs = table.costs[rungs]
@@ -218,7 +217,7 @@ def _priced(items: _Items, cuts: Places, table: RungTable, calls: _EagerCalls) -
 
 
 def _cheapest_cuts(items: _Items, table: RungTable, calls: _EagerCalls) -> Places:
-    """The bounds of batches with the least total cost, by dynamic programming from the last item on."""
+    """The bounds of batches with the least cost, by dynamic programming from the last item on."""
     count = len(items.places)
     widths = np.maximum(items.farthest, _reach(items.sums[0], calls.most)) - np.arange(count)
     longest = LONGEST
@@ -241,13 +240,13 @@ def _cheapest_cuts(items: _Items, table: RungTable, calls: _EagerCalls) -> Place
 
 
 class _EagerCalls:
-    """Plans eager calls. A call over several items has at most ``most`` tokens."""
+    """A call over several items has at most ``most`` tokens."""
 
     def __init__(self, tokens: Sizes, surcharges: Floats, eager: TokenCosts, most: int) -> None:
         self._tokens, self._surcharges, self._eager, self.most = tokens, surcharges, eager, most
 
     def costs(self, items: Sequence[int], starts: Places, ends: Places) -> Floats:
-        """Costs of calls over ``items[start:end]``; infinite if they are not allowed."""
+        """Of calls over ``items[start:end]``; infinite if they are not allowed."""
         tokens, surcharges = _prefix_sums(self._tokens[items]), _prefix_sums(self._surcharges[items])
         sums = tokens[ends] - tokens[starts]
         allowed = (sums <= self.most) | (ends - starts == 1)
@@ -257,7 +256,7 @@ class _EagerCalls:
         return found
 
     def plan(self, groups: Sequence[tuple[int, ...]]) -> _Plan:
-        """The cheaper of two plans: one call for each group of items, or consecutive groups merged."""
+        """The cheaper of one call for each group of items, or consecutive groups merged."""
         if not groups:
             return 0.0, []
         of_item = self._tokens.tolist()
@@ -271,7 +270,7 @@ class _EagerCalls:
 
 
 def _joined(tokens: Sizes, most: int) -> Places:
-    """The bounds of calls that merge groups up to ``most`` tokens. A larger group is a call by itself."""
+    """The bounds of calls that merge groups up to ``most`` tokens."""
     return _walk(_reach(_prefix_sums(tokens), most).tolist())
 
 
@@ -281,7 +280,7 @@ def _reach(sums: Sizes, most: int) -> Places:
 
 
 def _walk(following: Sequence[int]) -> Places:
-    """The bounds of batches, from the end of the batch that starts at each item."""
+    """The bounds of batches, from the end of that which starts at each item."""
     cuts = [0]
     while cuts[-1] < len(following):
         cuts.append(following[cuts[-1]])
@@ -289,7 +288,6 @@ def _walk(following: Sequence[int]) -> Places:
 
 
 def _prefix_sums(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """[..., n] is the sum of the first n values."""
     sums = np.zeros((*values.shape[:-1], values.shape[-1] + 1), dtype=values.dtype)
     np.cumsum(values, axis=-1, out=sums[..., 1:])
     return sums

@@ -24,6 +24,11 @@ EncoderItems: TypeAlias = Mapping[str, Any]
 EncoderOutput: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 """The output of an encoder: one tensor [tokens, width], or several (deepstack levels)."""
 
+Outputs: TypeAlias = tuple[torch.Tensor, ...]
+"""Outputs, [tokens, width] each."""
+
+Buffers: TypeAlias = Mapping[str, torch.Tensor]
+
 PaddingRule: TypeAlias = PadRule | None
 """How padding rows of a buffer are filled, see :data:`graphpass.paddedcalls.PadRule`; None leaves them unchanged."""
 
@@ -126,7 +131,7 @@ class SupportsEncoderCudaGraph(Protocol):
 
     def prepare_encoder_cudagraph_capture_inputs(
         self, key: EncoderGraphKey, device: torch.device, dtype: torch.dtype
-    ) -> Mapping[str, torch.Tensor]:
+    ) -> Buffers:
         """Example contents of every buffer of ``key``, at full size, that the forward accepts.
 
         The manager copies them into its own buffers; smaller keys use a prefix of the same memory. A buffer may grow
@@ -144,7 +149,7 @@ class SupportsEncoderCudaGraph(Protocol):
         """
         ...
 
-    def encoder_cudagraph_forward(self, buffers: Mapping[str, torch.Tensor], key: EncoderGraphKey) -> EncoderOutput:
+    def encoder_cudagraph_forward(self, buffers: Buffers, key: EncoderGraphKey) -> EncoderOutput:
         """Encode full buffers. Each output has ``key.tokens`` rows: the rows of the items, in order, then padding.
 
         It must not read device data on the host, and no shape may depend on contents. Contents of padding rows must not
@@ -159,9 +164,7 @@ class SupportsEncoderCudaGraph(Protocol):
         """
         ...
 
-    def postprocess_encoder_output(
-        self, output: tuple[torch.Tensor, ...], specs: Sequence[EncoderItemSpec]
-    ) -> Sequence[EncoderOutput]:
+    def postprocess_encoder_output(self, output: Outputs, specs: Sequence[EncoderItemSpec]) -> Sequence[EncoderOutput]:
         """Split outputs into one result for each item.
 
         Args:
@@ -218,7 +221,7 @@ class SupportsEncoderExamples(Protocol):
 
 
 def group_of(config: EncoderCudaGraphConfig, path: str, axes: Axes) -> Hashable:
-    """What items that share a replay have in common: path and values of axes that do not round up."""
+    """What items that share a replay have in common."""
     return (path, *(value for axis, (_, value) in zip(config.axes, axes, strict=True) if not axis.rounds_up))
 
 
@@ -232,24 +235,24 @@ def grouped(config: EncoderCudaGraphConfig, keys: Sequence[EncoderGraphKey]) -> 
 
 def checked_specs(specs: Sequence[EncoderItemSpec], config: EncoderCudaGraphConfig) -> list[EncoderItemSpec]:
     """``specs``, if they agree with the configuration."""
-    names, specs = tuple(axis.name for axis in config.axes), list(specs)
+    names, specs = [axis.name for axis in config.axes], list(specs)
     for item, spec in enumerate(specs):
-        if min(spec.input_size, spec.output_tokens, spec.frames) < 0:
-            expected = "sizes of at least 0"
-        elif spec.path not in config.paths:
-            expected = f"a path among {list(config.paths)}"
-        elif tuple(name for name, _ in spec.axes) != names:
-            expected = f"values of the axes {list(names)}"
-        elif any(axis.rounds_up and type(v) is not int for axis, (_, v) in zip(config.axes, spec.axes, strict=True)):
-            expected = "integers on axes that round up"
-        else:
-            continue
-        raise contradiction(f"item {item} of get_encoder_cudagraph_item_specs", expected, spec)
+        if (
+            min(spec.input_size, spec.output_tokens, spec.frames) < 0
+            or spec.path not in config.paths
+            or [name for name, _ in spec.axes] != names
+            or any(axis.rounds_up and type(v) is not int for axis, (_, v) in zip(config.axes, spec.axes, strict=True))
+        ):
+            expected = (
+                f"sizes of at least 0, a path among {list(config.paths)}, values of the axes {names}, and integers on "
+                "axes that round up"
+            )
+            raise contradiction(f"item {item} of get_encoder_cudagraph_item_specs", expected, spec)
     return specs
 
 
 def contradiction(what: str, expected: str, found: object) -> EncoderConfigError:
-    """The error for a method whose result is not what follows from the configuration."""
+    """The error for what a method returns against the configuration."""
     remedy = "correct what the method returns, or what get_encoder_cudagraph_config returns"
     problem = f"the encoder contradicts its configuration: {what}"
     return EncoderConfigError(problem, expected=expected, found=repr(found), remedy=remedy)

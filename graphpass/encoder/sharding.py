@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from graphpass.encoder.protocol import EncoderItemSpec
+from graphpass.encoder.protocol import EncoderItemSpec, Outputs
 from graphpass.errors import AgreementError, EncoderConfigError, positive
 from graphpass.ranks.group import DataParallelAgreement, RankRows
 
@@ -67,8 +67,8 @@ def encoded_by_all(
     like: Sequence[torch.Tensor],
     group: Any,
     agreement: DataParallelAgreement,
-    encode: Callable[[Sequence[EncoderItemSpec], Sequence[int]], tuple[torch.Tensor, ...]],
-) -> tuple[Sequence[EncoderItemSpec], tuple[torch.Tensor, ...]]:
+    encode: Callable[[Sequence[EncoderItemSpec], Sequence[int]], Outputs],
+) -> tuple[Sequence[EncoderItemSpec], Outputs]:
     """Encode this rank's share of the items, and gather the rows of all items. Every rank calls it.
 
     Each rank encodes all of a small request, and nothing is gathered.
@@ -116,9 +116,7 @@ def _refuse_other_items(rows: RankRows, own_rank: int, fingerprint: int) -> None
         )
 
 
-def gather_rows(
-    own: Sequence[torch.Tensor], balance: ItemShares, tokens: Sequence[int], group: Any
-) -> tuple[torch.Tensor, ...]:
+def gather_rows(own: Sequence[torch.Tensor], balance: ItemShares, tokens: Sequence[int], group: Any) -> Outputs:
     """Gather the rows of all items, in their order. Shares are padded to the longest for a single all-gather."""
     rows_of_rank = [sum(tokens[item] for item in balance.share(rank)) for rank in range(len(balance.counts))]
     longest = max(rows_of_rank)

@@ -10,7 +10,7 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,11 +26,13 @@ from graphpass.encoder.adapters.tables import GRID_KEY, GridTables, noted_calls,
 from graphpass.encoder.adapters.tower import TowerCopy, eagerly
 from graphpass.encoder.attention import kernel_of
 from graphpass.encoder.protocol import (
+    Buffers,
     EncoderCudaGraphConfig,
     EncoderGraphKey,
     EncoderItems,
     EncoderItemSpec,
     EncoderOutput,
+    Outputs,
     SupportsEncoderCudaGraph,
 )
 from graphpass.errors import CaptureError, EncoderConfigError, GraphpassError, one_of, positive
@@ -39,31 +41,31 @@ from graphpass.report import KernelUse
 LAST_HIDDEN_STATE, POOLER_OUTPUT, BOTH = "last_hidden_state", "pooler_output", "both"
 _EXAMPLE_TOKENS_AN_IMAGE = 256
 _EXAMPLE_PATCHES, _EXAMPLE_IMAGES = 16 * 26, 5
-"""The example for compilation. Inductor selects kernels by its sizes, which are those of typical batches."""
+"""The example for compilation is a typical batch: Inductor selects kernels by its sizes."""
 _FAILURES = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
 _TOLERANCE, _TOLERANCE_OF_HALF = 5e-3, 5e-2
 
 
 class TowerAdapter(SupportsEncoderCudaGraph):
-    """The adapter of a stock tower. Its *rows* are patches of images of any size, or images of the one size.
+    """The adapter of a stock tower.
 
     Items are the output of the model's processor. A tower that takes ``(pixel_values, grid_thw)``, and tables that are
     made from the grids, takes images as ``pixel_values`` with ``image_grid_thw`` (or ``grid_thw``) and clips as
-    ``pixel_values_videos`` with ``video_grid_thw``; images come first. Keep grids on the CPU: they are read on the
-    host. A tower of one size takes ``pixel_values`` [images, channels, height, width] alone. The result of its image is
-    a tuple of the outputs without their batch dimension; one output is not a tuple. Budgets count the rows of all
-    outputs of an image, if these have one width, otherwise images.
+    ``pixel_values_videos`` with ``video_grid_thw``; images come first. Keep grids on the CPU. A tower of one size takes
+    ``pixel_values`` [images, channels, height, width] alone. The result of its image is a tuple of the outputs, or the
+    only one, without the batch dimension. Budgets count the rows of all outputs of an image, if these have one width,
+    otherwise images.
 
     Args:
         tower: the stock tower, in eval mode and on its device. It is not changed; its weights are shared.
         output: the result of an item: a field of what the tower returns, or ``both``, all of them. None: ``both`` of a
-            tower of one size, else ``pooler_output``, or ``last_hidden_state`` of a tower without it, and the fields
-            that are lists (deepstack).
+            tower of one size, else ``pooler_output`` or ``last_hidden_state``, and the fields that are lists
+            (deepstack).
         min_tokens: the smallest budget, in output tokens. None: 16, or one image of one size.
         max_tokens: the largest budget. None: 4096, or ``max_items`` images of one size.
         max_items: number of images and clips in the largest batch. None: 32, or 64 of one size.
-        max_frames: maximum number of temporal slices in a batch. A higher limit makes the attention of every graph
-            slightly slower. None: 32, or ``max_items`` if that is more.
+        max_frames: number of temporal slices in the largest batch. A higher limit makes attention slightly slower.
+            None: 32, or ``max_items`` if that is more.
 
     Raises:
         EncoderConfigError: an option has a wrong value, or the tower cannot be served; the error says why.
@@ -118,7 +120,7 @@ class TowerAdapter(SupportsEncoderCudaGraph):
     # -- what the tower takes and returns
 
     def _called(self, grids: Sequence[Grid]) -> tuple[torch.Tensor, Any, Any]:
-        """Rows of the first shape that the tower takes, what it returned, and how it made tables."""
+        """Rows that the tower takes, what it returned, and how it made tables."""
         seeded, reasons = torch.Generator().manual_seed(0), []
         on_device, count = torch.tensor(grids).to(self._weight.device), sum(map(math.prod, grids))
         named = {GRID_KEY: on_device} if self._has_grids else {}
@@ -138,7 +140,7 @@ class TowerAdapter(SupportsEncoderCudaGraph):
         return pixels.unsqueeze(0) if self._is_batch else pixels
 
     def _read(self, output: Any) -> Any:
-        """The chosen fields of the tower's output, or all of it."""
+        """The chosen fields of the tower's output."""
         if not hasattr(output, "keys"):
             raise unserved_tower("named outputs (config.return_dict)", type(output).__name__, self.tower)
         usual = (POOLER_OUTPUT if POOLER_OUTPUT in output else LAST_HIDDEN_STATE) if self._has_grids else BOTH
@@ -150,29 +152,27 @@ class TowerAdapter(SupportsEncoderCudaGraph):
         has_lists = self._output is None
         return {n: v for n, v in output.items() if n == chosen or (has_lists and not isinstance(v, torch.Tensor))}
 
-    def _by_token(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The outputs, [tokens, width] each."""
+    def _by_token(self, parts: Sequence[torch.Tensor]) -> Outputs:
         rows = [part.reshape(-1, size) for part, size in zip(parts, self._sizes, strict=True)]
         return tuple(rows) if self._has_grids else (torch.cat(rows, dim=1).reshape(-1, self._widths[0]),)
 
     def _as_returned(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The parts of the tower's output, from the outputs by token."""
+        """The parts of the tower's output."""
         if not self._has_grids:
             outputs = outputs[0].reshape(-1, sum(self._sizes)).split(self._sizes, dim=1)
         return [rows.reshape(-1, *shape) for rows, shape in zip(outputs, self._row_shapes, strict=True)]
 
     def as_output(self, outputs: Sequence[torch.Tensor]) -> Any:
-        """The tower's output for all items together, with ``output="both"``."""
+        """The tower's output for all items, with ``output="both"``."""
         return trees.unflatten(self._as_returned(outputs), self._structure)
 
-    def _forward(self, pixels: torch.Tensor, tables: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The outputs by token."""
+    def _forward(self, pixels: torch.Tensor, tables: Buffers) -> Outputs:
         named = self._tables.arguments(tables, len(pixels))
         output = self._own(self.as_taken(pixels), pieces=self._tables.pieces(tables), **named)
         return self._by_token(trees.tensors(self._read(output)))
 
     def _try(self, stock: Sequence[torch.Tensor], items: EncoderItems, key: EncoderGraphKey) -> None:
-        """Record the forward over an example, and compare its replay over ``items`` with the tower's output."""
+        """Compare a recorded forward over ``items`` with the tower's output."""
         dtype = self._weight.dtype
         recorder = TapeDevice()
         try:
@@ -234,7 +234,7 @@ class TowerAdapter(SupportsEncoderCudaGraph):
     @override
     def prepare_encoder_cudagraph_capture_inputs(
         self, key: EncoderGraphKey, device: torch.device, dtype: torch.dtype
-    ) -> Mapping[str, torch.Tensor]:
+    ) -> Buffers:
         what, remedy = "a budget in tokens, of which one image has more,", f"choose multiples of {self._each}"
         positive(key.tokens, what, at_least=self._each, remedy=remedy, error=EncoderConfigError)
         pixels = torch.zeros(key.patches // self._each, *self.row_shape, device=device, dtype=dtype)
@@ -248,7 +248,7 @@ class TowerAdapter(SupportsEncoderCudaGraph):
         return {"pixel_values": found.rows(), **self._tables.on_device(found.grids, self._weight.device, key)}
 
     @override
-    def encoder_cudagraph_forward(self, buffers: Mapping[str, torch.Tensor], key: EncoderGraphKey) -> EncoderOutput:
+    def encoder_cudagraph_forward(self, buffers: Buffers, key: EncoderGraphKey) -> EncoderOutput:
         with capture_settings():
             outputs = self._forward(buffers["pixel_values"], buffers)
         missing = key.tokens - len(outputs[0])  # of a budget between two numbers of images
@@ -261,9 +261,7 @@ class TowerAdapter(SupportsEncoderCudaGraph):
             return self._forward(found.rows().to(device), self._tables.on_device(found.grids, device))
 
     @override
-    def postprocess_encoder_output(
-        self, output: tuple[torch.Tensor, ...], specs: Sequence[EncoderItemSpec]
-    ) -> list[EncoderOutput]:
+    def postprocess_encoder_output(self, output: Outputs, specs: Sequence[EncoderItemSpec]) -> list[EncoderOutput]:
         by_part: list[Sequence[torch.Tensor]] = []
         for part, size, shape in zip(self._as_returned(output), self._sizes, self._row_shapes, strict=True):
             each = size // shape.numel()
@@ -278,7 +276,7 @@ class TowerAdapter(SupportsEncoderCudaGraph):
         return KernelUse("the tower's own", "all items", "images of one size are a batch")
 
     def compile_encoder(self, compiler: str, runtime: Any, **options: Any) -> None:
-        """Compile one block for all layers and sizes; one image of one size apart."""
+        """Compile one block for all layers and sizes."""
         tokens = _EXAMPLE_IMAGES * (_EXAMPLE_PATCHES // self._unit if self._has_grids else self._each)
         key = EncoderGraphKey(tokens, tokens * self._unit, _EXAMPLE_IMAGES)
         example = self.get_encoder_example_items(key, self._weight.device, self._weight.dtype, _EXAMPLE_IMAGES)
@@ -311,7 +309,7 @@ class TowerAdapter(SupportsEncoderCudaGraph):
 
 
 def _row_shapes(tower: Any, has_grids: bool) -> list[tuple[int, ...]]:
-    """The shape of an image; those that a patch may have, by the weights that embed it."""
+    """The shape of an image, or those that a patch may have by the weights that embed it."""
     if not has_grids:
         side = tower.config.image_size
         return [(getattr(tower.config, "num_channels", 3), *((side, side) if isinstance(side, int) else side))]

@@ -21,7 +21,7 @@ import torch
 
 from graphpass.encoder.adapters.items import Grid
 from graphpass.encoder.attention import Pieces, most_pieces, pieces_of
-from graphpass.encoder.protocol import EncoderGraphKey
+from graphpass.encoder.protocol import Buffers, EncoderGraphKey
 from graphpass.errors import EncoderConfigError
 
 _LIBRARY = "transformers."
@@ -34,7 +34,7 @@ Words = npt.NDArray[np.int32]
 
 
 class _Taken(dict[str, Any]):
-    """``kwargs`` without tables, which notes the names that are asked for."""
+    """``kwargs`` that notes the names that are asked for."""
 
     def pop(self, name: str, *default: Any) -> Any:
         self[name] = None
@@ -62,7 +62,7 @@ class TableCall:
 
 @contextlib.contextmanager
 def noted_calls(grids: torch.Tensor) -> Iterator[list[TableCall]]:
-    """Note the calls of this thread, in the body, of functions that make tables."""
+    """Note the calls of this thread that make tables."""
     calls: list[TableCall] = []
     running: list[Any] = []
 
@@ -78,7 +78,7 @@ def noted_calls(grids: torch.Tensor) -> Iterator[list[TableCall]]:
             values = {name: frame.f_locals[name] for name in arguments}
             given = next((name for name, value in values.items() if value is grids), None)
             function = frame.f_globals.get(code.co_name)
-            is_given = values.pop("kwargs") is not None  # else the tower takes no tables in place of these
+            is_given = values.pop("kwargs") is not None
             if is_given and function is not None and _tensors_of(values):
                 calls.append(TableCall(function, values, given))
 
@@ -119,7 +119,7 @@ class GridTables:
         one, other, both = self._tables(grids[:1]), self._tables(grids[1:]), self._tables(grids)
         made = _tensors_of(both)
         self._limits = both.keys() - made  # numbers: lengths of sequences
-        #: {name of a table that the tower takes: what it is like}
+        #: {name of a table that the tower takes: its kind}
         self.kinds = {name: self._kind(name, one[name], other[name], both[name], math.prod(grids[0])) for name in made}
         self._sequences = [name for name, table in self.kinds.items() if table.kind == _BOUNDS]
         if self.calls:
@@ -129,11 +129,11 @@ class GridTables:
         #: names of all buffers
         self.names = (*self.kinds, *itertools.chain(*map(piece_keys, self._sequences)))
 
-    def arguments(self, tables: Mapping[str, torch.Tensor], num_patches: int) -> dict[str, Any]:
-        """What the tower takes instead of computing it. All sequences are at most as long as the batch."""
+    def arguments(self, tables: Buffers, num_patches: int) -> dict[str, Any]:
+        """What the tower takes. All sequences are at most as long as the batch."""
         return {name: tables[name] for name in self.kinds} | dict.fromkeys(self._limits, num_patches)
 
-    def pieces(self, tables: Mapping[str, torch.Tensor]) -> dict[int, Pieces[torch.Tensor]]:
+    def pieces(self, tables: Buffers) -> dict[int, Pieces]:
         """{id of a table of bounds: the pieces of its sequences}."""
         return {id(tables[n]): Pieces(*(tables[key] for key in piece_keys(n))) for n in self._sequences}
 
@@ -171,7 +171,6 @@ class GridTables:
             return {name: table for tables in made for name, table in tables.items()}
 
     def _kind(self, name: str, one: torch.Tensor, other: torch.Tensor, both: torch.Tensor, patches: int) -> _TableKind:
-        """From the tables of two items and of both together."""
         dtype = torch.float32 if both.is_floating_point() else torch.int32
         per_row = patches // max(1, len(one))
         if len(both) == len(one) + len(other) and per_row * len(one) == patches:
@@ -183,7 +182,7 @@ class GridTables:
         raise unserved_tower("tables of a batch that are its items'", f"{name} is not, of shape {tuple(both.shape)}")
 
     def _sequences_like(self, name: str) -> _TableKind:
-        """Measure how many sequences a frame has, and how long they are."""
+        """Measure how many sequences a frame has, and their lengths."""
         strips = [side for length in range(1, _STRIP) for side in ((1, length), (length, 1))]
         fewest_tokens, longest = sys.maxsize, 0
         for height, width in (*strips, *itertools.product((2, 3, 5, 8, 13, 16), repeat=2), (_STRIP, _STRIP)):
@@ -196,7 +195,7 @@ class GridTables:
         return _TableKind(_BOUNDS, tokens_per_sequence=fewest_tokens, longest=longest or None)
 
     def _flat_words(self, grid: Grid) -> dict[str, Words]:
-        """The tables of an item, with lengths of sequences in place of bounds."""
+        """Of an item, with lengths of sequences in place of bounds."""
         made = {**self._tables([grid]), GRID_KEY: torch.tensor([(1, *grid[1:])] * grid[0], device="cpu")}
         found = {}
         for name, of in self.kinds.items():
@@ -207,7 +206,6 @@ class GridTables:
     def _join(
         self, grids: tuple[Grid, ...], key: EncoderGraphKey | None, is_pinned: bool
     ) -> tuple[torch.Tensor, list[int]]:
-        """All tables of a batch, and the number of words of each."""
         each = list(map(self._words_of_item, grids))
         words: dict[str, Words] = {}
         for name, of in self.kinds.items():
@@ -234,8 +232,8 @@ class GridTables:
         return flat, sizes
 
 
-def piece_keys(name: str) -> Pieces[str]:
-    """The names of the tables of the pieces of sequences with these bounds."""
+def piece_keys(name: str) -> Pieces:
+    """The names of the tables of pieces beside these bounds."""
     return Pieces(*(f"{name}_{field}" for field in Pieces._fields))
 
 

@@ -35,12 +35,12 @@ class TowerCopy(SharesWeights):
         if weight is None or weight.is_meta:
             raise unserved_tower("weights", "none", tower)
         self._tower, self._is_packed = tower, is_packed
-        self._pieces: Mapping[int, Pieces[torch.Tensor]] = {}
+        self._pieces: Mapping[int, Pieces] = {}
         self._run: Callable[..., Any] = _call_block
         self._copy()
 
-    def __call__(self, *args: Any, pieces: Mapping[int, Pieces[torch.Tensor]] | None = None, **named: Any) -> Any:
-        """Call the copy, with the pieces of sequences by the id of their bounds."""
+    def __call__(self, *args: Any, pieces: Mapping[int, Pieces] | None = None, **named: Any) -> Any:
+        """Call the copy; pieces of sequences are by the id of their bounds."""
         # guard: encoder_blocks_list, encoder_blocks_train
         if not (self._state.has_weights() and self._state.has_training_flags()):
             self._copy()
@@ -94,20 +94,19 @@ class TowerCopy(SharesWeights):
             named |= {"query_bounds": pieces.query_bounds, "key_lengths": pieces.key_lengths}
         return self._run(block, args, named)
 
-    def _given(self, value: torch.Tensor) -> torch.Tensor:
+    def _given(self, value: torch.Tensor) -> Any:
         pieces = self._pieces.get(id(value))
         return value.contiguous() if pieces is None else pieces.key_starts  # guard: encoder_bounds_replaced
 
 
 def _blocks_of(tower: nn.Module) -> list[nn.Module]:
-    """The modules of a tower's lists of modules."""
     lists = [module for module in tower.modules() if isinstance(module, nn.ModuleList)]
     return list({id(block): block for blocks in lists for block in blocks}.values())
 
 
 @contextlib.contextmanager
 def eagerly() -> Iterator[None]:
-    """:func:`capture_settings`, without a graph, also in the forward of another model."""
+    """:func:`capture_settings`, without graphs, also in the forward of another model."""
     with capture_settings(), set_forward_context():
         yield
 
