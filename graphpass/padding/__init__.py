@@ -43,7 +43,7 @@ A softmax over a padded dimension
     operator, the line, and a remedy. Padded queries are garbage in rows that are cut off.
 
 Files, each above those that it uses: ``lowering`` (writes repairs into a graph), ``deciding`` (which sizes get them),
-``repairs`` (what is tried for each operator; ``moving``: those that move entries; ``averaging``: statistics),
+``repairs`` (what is tried for each operator; ``moving``: those that move entries),
 ``making`` (the walk that repairs), ``proof`` (verdicts), ``interpreter`` (one graph), ``program`` (a graph as a
 record) and ``fused`` (operators in parts), ``table`` (what each operator does) with its relations ``rearranging``,
 ``indexing``, ``attending``, ``combining`` and ``pointwise``, ``opcall`` (what a rule sees), ``sizes`` and ``values``.

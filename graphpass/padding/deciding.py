@@ -77,11 +77,11 @@ def made(graph: AtenGraph, asked: Asked, recorded: Mapping[int, fx.Node]) -> Mad
         return None
     # Of a node that the record does without, as the offsets of bags of equal lengths, the graph needs what it returned.
     read = {index for node in graph.nodes for index in references(node.arguments)} | set(references(graph.outputs))
-    can_change = [
-        at
+    can_change = {
+        at: node.target.name()
         for at, node in recorded.items()
         if isinstance(node.target, operators.OpOverload) and at + len(graph.inputs) in read  # guard: made_where_read
-    ]
+    }
     accepted: list[Making] = []
 
     def attempt(candidates: Mapping[sympy.Symbol, str]) -> tuple[Interpretation, tuple[PaddingFinding, ...]]:

@@ -1,9 +1,13 @@
-"""Operators that do several things at once and have no decomposition of torch's that serves: what they consist of."""
+"""Operators that do several things at once and have no decomposition of torch's that serves: what they consist of.
+
+Averages are sums over the real entries by their number, in float32 at least, as the operators compute. A variance is
+that of two passes: the mean is subtracted, and padding is zero again before the squares are summed.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -100,9 +104,75 @@ def adaptive_pool(x: Tensor, output_size: Sequence[int]) -> Tensor:
     return x
 
 
+def _may_be_padded(x: Tensor, dims: Iterable[int]) -> bool:
+    return any(isinstance(x.shape[dim], torch.SymInt) for dim in dims)
+
+
+def _averaged(x: Tensor, dims: list[int], dtype: torch.dtype, less: int = 0, *, keepdim: bool = True) -> Tensor:
+    """The sum over some dimensions by the number of entries, which may be less than those that are summed."""
+    number: Any = math.prod(x.shape[dim] for dim in dims)
+    # guard: made_fewer_than_summed
+    number = number if not less else torch.sym_max(number - less, 0)
+    wide = torch.float32 if dtype.itemsize < 4 else dtype
+    result: Tensor = x.sum(dims, keepdim, dtype=wide) / number
+    return result
+
+
+def mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    """The sum, divided by the number of entries."""
+    dims, dtype = _dims(x, dim), dtype or x.dtype
+    if not dtype.is_floating_point or not _may_be_padded(x, dims):
+        return NotImplemented
+    return _averaged(x, dims, dtype, keepdim=keepdim).to(dtype)
+
+
+def _dims(x: Tensor, dim: Any) -> list[int]:
+    """The dimensions that are named, all if there are none."""
+    return [at % x.dim() for at in dim or range(x.dim())]
+
+
+def var_mean(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+    """The mean square of what is left after the mean is subtracted, and the mean."""
+    dims, less = _dims(x, dim), 1 if correction is None else correction
+    if not x.dtype.is_floating_point or less != int(less) or not _may_be_padded(x, dims):
+        return NotImplemented
+    average = _averaged(x, dims, x.dtype)
+    centred = x - average
+    moments = _averaged(centred * centred, dims, x.dtype, int(less)), average
+    return tuple((of_rows if keepdim else of_rows.squeeze(dims)).to(x.dtype) for of_rows in moments)
+
+
+def var(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+    """The variance alone."""
+    found = var_mean(x, dim, correction=correction, keepdim=keepdim)
+    return found if found is NotImplemented else found[0]
+
+
+def average_pool(
+    x: Tensor, window: Any, stride: Any = (), padding: Any = 0, ceil: bool = False, counts: bool = True, by: Any = None
+) -> Any:
+    """The sum in each window by the number of its entries, where the padding of a window does not count."""
+    num_dims, extends = len(window), any(padding if isinstance(padding, (list, tuple)) else (padding,))
+    dims = range(x.dim() - num_dims, x.dim())
+    if by is not None or (extends and counts) or not (extends or ceil) or not _may_be_padded(x, dims):
+        return NotImplemented
+    pool = torch.ops.aten.avg_pool2d if num_dims == 2 else torch.ops.aten.avg_pool3d
+    ones = x.new_ones([*(1 for _ in range(dims.start)), *(x.shape[dim] for dim in dims)])
+    summed, number = (pool(one, window, stride, padding, ceil, counts, 1) for one in (x, ones))
+    return summed / number
+
+
 PARTS: Mapping[str, Callable[..., Any]] = {
     "aten::_transformer_encoder_layer_fwd": transformer_layer,
     "aten::_native_multi_head_attention": multi_head_attention,
     "aten::_adaptive_avg_pool2d": adaptive_pool,
 }
 """Qualified name -> a function of the operator's arguments."""
+
+REPAIRED: Mapping[str, Callable[..., Any]] = {
+    **dict.fromkeys(("aten::mean", "aten::mean.dim"), mean),
+    "aten::var.correction": var,
+    "aten::var_mean.correction": var_mean,
+    **dict.fromkeys(("aten::avg_pool2d", "aten::avg_pool3d"), average_pool),
+}
+"""The same of operators that stay whole where no padding is made; NotImplemented of a call that always does."""

@@ -9,7 +9,7 @@ taken back. See Note [Padding made].
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -75,13 +75,13 @@ class Making(Walk):
         self,
         graph: AtenGraph,
         sizes: Sizes,
-        can_change: Collection[int],
+        can_change: Mapping[int, str],
         repairs: Callable[[str], Sequence[Repair]],
     ) -> None:
         super().__init__(graph, sizes, frozenset())
         self._repairs = repairs
         self.insertions: list[Insertion] = []
-        self._can_change = frozenset(can_change)
+        self._can_change = can_change  # position -> the graph's operator there, or the one that it is a part of
         self._nodes: list[AtenNode] = []
         self._sources: list[int | None] = []
         self._at = [Ref(position) for position in range(len(graph.inputs))]  # of the original graph -> of the new one
@@ -115,7 +115,7 @@ class Making(Walk):
         """Add a node, with repairs if its rule accepts them; returns its value."""
         if position not in self._can_change or node.writes or node.bases or node.op == GETITEM:
             return self._strict(node, position)
-        self._where, self._for = node.where, node.op.replace("::", ".")
+        self._where, self._for = node.where, self._can_change[position].replace("::", ".")
         read = self._items.get(len(self._at), frozenset())
         for repair in self._repairs(node.op):
             before = len(self._values), len(self._nodes), len(self.insertions)
@@ -355,7 +355,7 @@ class Operands:
             raise NotMade
         shape = TensorShape((), dtype)
         made = self.making.real(number, shape)
-        self.making.inserted(f"the real {number}", number, shape)
+        self.making.inserted("the real size as a number", number, shape)
         return made
 
     def replaced(self, path: ArgumentPath, ref: Ref) -> None:

@@ -20,7 +20,7 @@ from torch import fx
 
 from graphpass.compat import operators, symbolic, trees
 from graphpass.compat.nnmodules import where_of
-from graphpass.padding.fused import PARTS
+from graphpass.padding.fused import PARTS, REPAIRED
 from graphpass.padding.indexing import BAGS, checks_numbers
 from graphpass.padding.sizes import as_size, is_zero_size, product, quotient
 from graphpass.padding.table import rule_for
@@ -121,6 +121,7 @@ class _Reader:
         self, graph_module: fx.GraphModule, decompositions: Mapping[Any, Callable[..., Any]] | None = None
     ) -> None:
         self._module, self._decompositions = graph_module, decompositions or {}
+        self._composed = PARTS if decompositions is None else {**PARTS, **REPAIRED}
         always = (_cut_padding, _comparison, _bags_of_rows)
         self._patterns = (_softmax, *always) if decompositions is None else always
         self.recorded: dict[int, fx.Node] = {}
@@ -186,16 +187,16 @@ class _Reader:
 
     def _decomposed(self, node: fx.Node) -> Ref | None:
         """The result of an operator of the graph recorded as the operators that it consists of; None if it is not."""
-        if not isinstance(node.target, operators.OpOverload) or not _is_composed(node.target):
+        function = self._parts_of(node.target) if isinstance(node.target, operators.OpOverload) else None
+        if function is None:
             return None
-        function = PARTS.get(node.target.name(), symbolic.decomposition_of(node.target))
         self._taped.update({id(one.meta.get("val")): self._at[one] for one in node.all_input_nodes})
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.meta.get("val"))
         return self._of_parts(function, args, kwargs, node.meta.get("val"), where_of(node.meta.get("stack_trace")))
 
-    def _function_of(self, op: Any) -> Callable[..., Any] | None:
-        """What a part consists of, as the compiler or torch says; None if it stays whole."""
-        return self._decompositions.get(op) or (symbolic.decomposition_of(op) if _is_composed(op) else None)
+    def _parts_of(self, op: operators.OpOverload) -> Callable[..., Any] | None:
+        """What an operator consists of; None if it stays whole."""
+        return self._composed.get(op.name()) or (symbolic.decomposition_of(op) if _is_composed(op) else None)
 
     def _of_parts(self, function: Any, args: Any, kwargs: Any, result: Any, where: str) -> Ref | None:
         """The result of a call with fake tensors, recorded in parts; None if it has none, or if one writes."""
@@ -206,7 +207,8 @@ class _Reader:
         self._tapes.append(tape)
         before, read = len(self._nodes), tape.read()
         for called, args, kwargs, part in tape.calls:
-            ref = self._of_parts(self._function_of(called), args, kwargs, part, where)
+            function = self._decompositions.get(called) or self._parts_of(called)
+            ref = self._of_parts(function, args, kwargs, part, where)
             if ref is None and operators.schema_of(called).is_mutable:
                 del self._nodes[before:]
                 return None

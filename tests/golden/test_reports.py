@@ -114,7 +114,7 @@ What is made of padding
 graph | size | through                                                                                                              | times
 ------+------+----------------------------------------------------------------------------------------------------------------------+------
 g0    | x[1] | aten.mean.dim (0 in the padding of dimension 1, 240 bytes) at test_reports.py:00: return x - x.mean(1, keepdim=True) | 1
-g0    | x[1] | aten.mean.dim (the real number of entries, 4 bytes) at test_reports.py:00: return x - x.mean(1, keepdim=True)        | 1
+g0    | x[1] | aten.mean.dim (the real size as a number, 4 bytes) at test_reports.py:00: return x - x.mean(1, keepdim=True)         | 1
 
 Traffic
 size | different | largest | captured | padding | suggested | padding then
