@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 from typing import Any
 
 import pytest
@@ -135,16 +134,6 @@ def test_each_set_of_static_inputs_has_its_graph(rig: Any) -> None:
     assert noted == 3, "one for each further set"
 
 
-def test_module_instances_are_not_moved_inputs(rig: Any) -> None:
-    weights = [torch.nn.Parameter(torch.full((8,), float(n)), requires_grad=False) for n in range(7)]
-    wrapper = rig.wrap(lambda x, weight: x * weight, input_names=("x", "weight"))
-    for _ in range(3):
-        for weight in weights:
-            with rig.runtime.capturing():
-                assert torch.equal(rig.call(wrapper, X, weight), X * weight)
-    assert rig.counts(wrapper) == Counts(warmed=7, captured=7, replayed=21, copied=21, static_sets=7)
-
-
 def test_what_keeps_moving_is_staged(rig: Any) -> None:
     wrapper = rig.wrap(lambda x, w, v: x * w + v, static_inputs=[1, 2], input_names=("x", "w", "v"), lazy=True)
     steady = torch.ones(8)
@@ -174,27 +163,6 @@ def test_a_moved_input_is_refused_by_name_under_on_moved_input_error(rig: Any) -
     assert rig.counts(wrapper) == Counts(1, 1, 1, 1, 1)
     assert torch.equal(rig.call(wrapper, X, weight), X)
     assert torch.equal(rig.capture(wrapper, X, other), X * 3)  # a capture was asked for
-
-
-def test_a_moved_input_is_no_reason_to_capture_while_serving(rig: Any, caplog: pytest.LogCaptureFixture) -> None:
-    weight, other, third = torch.ones(8), torch.full((8,), 3.0), torch.full((8,), 4.0)
-    wrapper = rig.wrap(lambda x, w: x * w, static_inputs=[1], input_names=("x", "positions"), name="g0.full")
-    rig.capture(wrapper, X, weight)
-    with pytest.raises(StaticInputError, match=r"capturing\(\)") as refused:
-        rig.call(wrapper, X, other)
-    assert "'positions'" in refused.value.problem
-    assert rig.counts(wrapper) == Counts(1, 1, 1, 1, 1)
-
-    lazy = rig.wrap(lambda x, w: x * w, static_inputs=[1], input_names=("x", "positions"), name="g1.full", lazy=True)
-    with caplog.at_level(logging.WARNING, "graphpass"):
-        rig.capture(lazy, X, weight)
-        assert not [record for record in caplog.records if record.name == "graphpass"]
-        for moved in (other, third, other):
-            assert torch.equal(rig.call(lazy, X, moved), X * moved)
-    (warning,) = [record for record in caplog.records if record.name == "graphpass"]
-    for piece in ("g1.full", "8 tokens", "while serving"):
-        assert piece in warning.message
-    assert rig.counts(lazy).captured == 3
 
 
 def test_one_view_of_static_memory_is_not_another(rig: Any) -> None:
@@ -234,16 +202,6 @@ def test_when_a_parameter_dies_its_graph_goes(rig: Any, kind: str, opaque: bool)
     assert wrapper.captured() == []
     with pytest.raises(CaptureError, match="captured at FULL: nothing"), torch.no_grad():
         rig.call(wrapper, X, third)
-
-
-def test_a_view_of_a_parameter_does_not_keep_it(rig: Any) -> None:
-    wrapper = rig.wrap(lambda w, head: w * head.sum())
-    weight = torch.nn.Parameter(torch.ones(8))
-    with torch.no_grad():
-        rig.capture(wrapper, weight, weight[:2])
-        del weight
-        gc.collect()
-    assert wrapper.captured() == []
 
 
 def test_an_entry_keeps_other_static_inputs_alive(rig: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -124,17 +123,6 @@ def test_outputs_that_alias_an_input_are_views_of_the_callers_tensor(rig: Any, o
     assert torch.equal(got["turned"], torch.full((4, 3), 9.0))
 
 
-def test_an_output_may_be_a_view_of_the_second_of_two_inputs_that_share_memory(rig: Any) -> None:
-    wrapper = rig.wrap(lambda head, tail: (tail[1:], head))
-    base = torch.arange(8.0)
-    rig.capture(wrapper, base[:4], base[2:])
-    other = torch.arange(20.0)
-    tail, head = rig.call(wrapper, other[10:14], other[12:18])
-    assert torch.equal(tail, other[13:18])
-    assert tail.data_ptr() == other[13:].data_ptr()
-    assert torch.equal(head, other[10:14])
-
-
 @pytest.mark.parametrize("outputs", ["clone", "view"])
 def test_outputs_that_share_storage_share_it_afterwards(rig: Any, outputs: str) -> None:
     def region(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -184,51 +172,3 @@ def test_an_output_can_be_the_next_input(rig: Any, outputs: str, one_context: bo
             x, want = rig.call(wrapper, x), want * 2 + 1
     assert torch.equal(x, want)
     assert rig.counts(wrapper) == Counts(1, 1, 7, 7, 1)
-
-
-# -- ownership of pool memory ------------------------------------------------------------------------------------------
-
-
-class OwningDevice(TapeDevice):
-    """A tape whose pool gives memory back as a GPU's does: only a recording's own results keep theirs reserved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.owners: list[list[weakref.ref[torch.Tensor]]] = []
-        self.reserved_at_record: list[list[bool]] = []
-
-    def record(self, body: Any, generators: Any) -> Any:
-        self.reserved_at_record.append([owner() is not None for owners in self.owners for owner in owners])
-        graph, recorded = super().record(body, generators)
-        outputs = [output.detach() for output in recorded]
-        self.owners.append([weakref.ref(output) for output in outputs])
-        return graph, outputs
-
-    def without_ownership(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()
-
-
-def test_a_regions_output_keeps_its_memory_while_a_later_region_is_captured(rig: Any) -> None:
-    """Else the pool would give the second recording the memory that it is about to read."""
-    device = rig.runtime.lease._device = OwningDevice()
-    first = rig.wrap(lambda x: x + 1, "PIECEWISE", name="first", outputs="view")
-    second = rig.wrap(lambda x: x * 2, "PIECEWISE", name="second", outputs="view")
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return second(first(x))
-
-    for key in (8, 16):
-        result = rig.capture(forward, X, at_mode="PIECEWISE", at_key=key)
-        assert torch.equal(result, (X + 1) * 2)
-        del result
-    assert device.reserved_at_record == [[], [True], [False, False], [False, False, True]]
-    assert torch.equal(rig.call(forward, X * 3, at_mode="PIECEWISE"), (X * 3 + 1) * 2)
-
-
-def test_graphs_do_not_keep_their_outputs_memory(rig: Any) -> None:
-    device = rig.runtime.lease._device = OwningDevice()
-    for outputs in ("clone", "view"):
-        wrapper = rig.captured(rig.wrap(lambda x: x + 1, name=outputs, outputs=outputs), X)
-        result = rig.call(wrapper, X * 2)
-        assert torch.equal(result, X * 2 + 1)
-        assert device.owners[-1][0]() is None

@@ -16,7 +16,6 @@ from torch._dynamo.exc import BackendCompilerFailed
 import graphpass as gp
 from graphpass import BatchDescriptor, CUDAGraphMode, CUDAGraphWrapper, GraphRuntime
 from graphpass.errors import CaptureError
-from tests.observed import reported_regions
 from tests.unit.cgpass.attended import COMPILERS, FULL, Attended, Make, expected_counts
 from tests.unit.compiled import BOTH, agrees
 from tests.unit.models import module
@@ -100,28 +99,6 @@ def test_a_wrapped_module_freezes_no_cast_weights(rt: GraphRuntime) -> None:
             agrees(wrapped(x), want)
 
 
-def cast_inside(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.ops.cgpasstest.attend(x)
-    with torch.autocast("cpu", torch.bfloat16):
-        low = self.low(x)
-        with torch.autocast("cpu", enabled=False):
-            high = self.high(x)
-    return low, self.high(torch.ops.cgpasstest.attend(high + low.float()))
-
-
-@COMPILERS
-def test_autocast_inside_the_model(keyed: Make, compiler: str) -> None:
-    model = module(cast_inside, low=nn.Linear(6, 6), high=nn.Linear(6, 6)).eval()
-    fast = keyed(model, fullgraph=True, compiler=compiler)
-    fast.capture()
-    fast.check(*BOTH * 2)
-    for mode in BOTH:
-        assert [y.dtype for y in fast.at(mode, 4, torch.randn(4, 6))] == [torch.bfloat16, torch.float32]
-    kinds = [kind for _, kind, _ in reported_regions(fast.rt)]
-    assert kinds == ["eager", "captured", "eager", "captured"], "the pairs stay in one captured region"
-    assert fast.uses() == {(1, 4)}
-
-
 # -- grad mode
 
 
@@ -139,34 +116,6 @@ def test_under_grad_it_compiles_never_captures_and_gradients_are_right(keyed: Ma
     assert fast.rt.counts() == {}
     fast.check("FULL")
     assert fast.tally("FULL") == {("g1.full", 4): (1, 1)}
-
-
-def grad_inside(self: Any, x: torch.Tensor) -> Any:
-    with torch.no_grad():
-        x = self.frozen(x).relu()
-    with torch.set_grad_enabled(x.shape[1] > 3):
-        x = x * 2
-    return self.head(x)
-
-
-@COMPILERS
-def test_set_grad_enabled_inside_the_model(keyed: Make, compiler: str) -> None:
-    model: Any = module(grad_inside, frozen=nn.Linear(6, 6), head=nn.Linear(6, 6))
-    eager = copy.deepcopy(model)
-    fast = keyed(model, compiler=compiler)
-    x = torch.randn(4, 6)
-    for run in (fast.fast, eager):
-        run(x).square().sum().backward()
-    assert model.frozen.weight.grad is None
-    agrees(model.head.weight.grad, eager.head.weight.grad)
-    assert fast.rt.counts() == {}
-    fast.capture()
-    for mode, region in (("FULL", "full"), ("PIECEWISE", "r0")):
-        got = fast.at(mode, 4, x + 1)
-        agrees(got, eager(x + 1).detach())
-        assert not got.requires_grad
-        assert torch.is_grad_enabled()
-        assert fast.tally(mode) == {(f"g1.{region}", 4): (1, 2)}
 
 
 # Transforms of ``torch.func`` and forward-mode AD around what is compiled: right, or refused by name; never frozen.

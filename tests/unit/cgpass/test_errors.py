@@ -13,7 +13,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 import cgpass
 import graphpass as gp
 from graphpass import BatchDescriptor, CUDAGraphMode, GraphpassError
-from graphpass.errors import CaptureError, OptionError, PartitionError, ShapeError
+from graphpass.errors import CaptureError, OptionError, ShapeError
 from tests.unit.cgpass.attended import ATTEND, Make, attended
 from tests.unit.compiled import agrees
 from tests.unit.models import module
@@ -57,13 +57,6 @@ def test_a_bad_option_is_refused_early(given: dict[str, Any], found: str, remedy
     assert found in raised.value.found
     assert remedy in raised.value.remedy
     assert raised.value.expected
-
-
-def test_an_unknown_splitting_op_names_its_nearest(keyed: Make) -> None:
-    inner = refused_at_compile(keyed(attended, splitting_ops=["cgpasstest::attent"]), torch.randn(3, 6))
-    assert isinstance(inner, PartitionError)
-    assert "cgpasstest::attent" in str(inner)
-    assert "'cgpasstest::attend'" in inner.remedy
 
 
 @pytest.mark.parametrize("preset", ["reduce-overhead", "max-autotune-no-cudagraphs"])

@@ -50,18 +50,6 @@ def test_rows_that_are_not_padded_are_the_error_of_the_call_that_has_them(keyed:
         fast.check("FULL", sizes=[8], capture=capture)
 
 
-def test_a_size_that_differs_is_no_number_for_the_key(keyed: Make) -> None:
-    """A size that no key names reaches the graph as a number, too."""
-
-    def model(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return x.relu() * y.sum(0) + y.shape[0]
-
-    fast = keyed(model, dynamic=True, splitting_ops=[], dynamic_dims={"x": 0})
-    fast.at("FULL", 4, torch.randn(4, 6), torch.randn(3, 6), capture=True)
-    with pytest.raises(ShapeError, match=r"input y .*pad the input"):
-        fast.at("FULL", 4, torch.randn(4, 6), torch.randn(5, 6))
-
-
 def doubled(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x, x]).relu() * 2
 
@@ -107,15 +95,6 @@ def test_what_a_key_counts_may_be_another_number_of_the_input(
             fast.at("FULL", size, *make(7), capture=True)
     fast.check("FULL", sizes=list(keys))
     assert fast.uses("captured", "static_sets") == {(1, 1)}
-
-
-def test_several_symbols_leave_open_what_the_key_counts(keyed: Make) -> None:
-    """An image has a height and a width, and its key counts patches."""
-    fast = keyed(lambda x: x.relu() + 1, dynamic=True, make=lambda size: (torch.randn(28, 42),))
-    fast.check("FULL", sizes=[2 * 3], capture=True)
-    fast.check("FULL", sizes=[2 * 3])
-    with pytest.raises((ShapeError, CaptureError)):
-        fast.at("FULL", 2 * 3, torch.randn(42, 28))
 
 
 # Outputs whose size depends on data are returned whole, beside other sizes that are padded.

@@ -14,7 +14,7 @@ from torch import nn
 
 import graphpass as gp
 from cgpass import extrainputs
-from graphpass.padding import interpreter, lowering
+from graphpass.padding import lowering
 from tests.threads import in_threads
 from tests.unit.cgpass.attended import Make
 from tests.unit.compiled import Compiled, agrees
@@ -258,26 +258,6 @@ def test_an_input_that_is_written_to_is_left_as_it_is(compiled: Make) -> None:
         (x,) = features(size)
         agrees(fast(x.clone()), 2 * x.mean(1))
     assert verdicts(fast, "length") == ["unproved"]
-
-
-@pytest.mark.parametrize(
-    ("model", "shape", "most"),
-    [
-        (lambda x: x.mean(1), (3, 5, 6), 3),
-        (lambda x: x.mean(1).median(1).values, (3, 5, 6), 11),
-        (lambda x: x.mean((1, 2, 3)).median(0).values, (3, 5, 6, 7), 12),
-    ],
-    ids=["all padded", "one of three is not", "one of four is not"],
-)
-def test_a_graph_is_walked_at_most_16_times(
-    model: Callable[..., Any], shape: tuple[int, ...], most: int, compiled: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    walks, run = list[Any](), interpreter.Walk.run
-    monkeypatch.setattr(interpreter.Walk, "run", lambda walk, inputs: walks.append(walk) or run(walk, inputs))
-    fast = compiled(model, dynamic=True, compiler="aot_eager")
-    fast.serve([(torch.randn(*shape),)])
-    assert verdicts(fast, "x[1]") == ["made"]
-    assert 0 < len(walks) <= most
 
 
 def test_a_graph_that_it_does_not_help_is_left_as_it_is(compiled: Make) -> None:

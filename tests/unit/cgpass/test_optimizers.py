@@ -148,20 +148,6 @@ def test_an_optimizer_that_dynamo_does_not_trace_runs_as_it_is(kind: Any, settin
         gp.runtime_of(step)
 
 
-@pytest.mark.skipif(not hasattr(optim, "Muon"), reason="this torch has no Muon")
-def test_muon_is_captured_under_no_grad() -> None:
-    """Its step turns autograd off inside the graph, which is compiled for autograd if that is on before."""
-
-    def make() -> optim.Optimizer:
-        return optim.Muon(weights())
-
-    with_autograd = agrees(make)
-    assert with_autograd.captured == 0
-    assert "compiled under autograd: never captured" in with_autograd.report
-    with torch.no_grad():
-        assert agrees(make)[:2] == (1, STEPS - 1)
-
-
 # -- what changes between two steps
 
 

@@ -59,17 +59,6 @@ def test_products_of_fewer_bits_are_compared_as_16_bit_types(
     assert any("differ from a run without padding" in problem.what for problem in fast.problems) != is_padded
 
 
-def test_a_precision_that_was_set_for_one_device(compiled: Make) -> None:
-    """torch then refuses to name one for all."""
-    settings: Any = torch.backends.cuda.matmul
-    with precision("tf32", settings):
-        with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
-            torch.get_float32_matmul_precision()
-        fast = made(compiled, multiplied)
-        fast.serve(of_calls(SIZES), passes=2)
-    assert fast.is_padded
-
-
 def test_each_device_and_kind_of_product_has_its_own_setting() -> None:
     backends: Any = torch.backends
     cpu, cuda, kinds = torch.device("cpu"), torch.device("cuda"), ("conv", "matmul", "rnn")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import logging
 import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -34,10 +33,6 @@ host.register_fake(torch.empty_like)
 Calls = Sequence[tuple[Any, ...]]
 DATA_SHAPES = {"capture_dynamic_output_shape_ops": True}
 SCALARS = {"capture_scalar_outputs": True}
-
-
-def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name == "graphpass" and r.levelno >= logging.WARNING]
 
 
 def graphed_beside(model: nn.Module, **options: Any) -> Compiled:
@@ -266,19 +261,6 @@ def test_where_no_padding_suits_none_is_suggested(compiled: Make, model: Callabl
     fast = compiled(model)
     fast.serve((5, 6, 7), passes=3)
     assert "no padding suits" in fast.problem("is not padded").remedy
-
-
-def test_precapture_after_a_weight_was_replaced(compiled: Make, caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Linear(6, 6).eval()
-    fast = compiled(model)
-    fast.serve((5, 5), passes=3)
-    model.weight = nn.Parameter(torch.randn(6, 6))
-    with torch.no_grad(), caplog.at_level(logging.WARNING, "graphpass"):
-        gp.precapture(fast.fast, torch.randn(5, 6))
-        captured = fast.captured
-        fast.serve((5, 5), passes=3)
-    assert fast.captured == captured == 2
-    assert warned(caplog) == []
 
 
 def test_an_example_of_size_one_is_followed_by_a_larger_one() -> None:

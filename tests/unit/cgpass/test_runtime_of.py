@@ -80,17 +80,6 @@ def test_runtime_of_returns_a_private_runtime_after_the_first_call(make: str) ->
     assert compiled.tally("FULL") == {("g0.full", 4): (1, 1)}
 
 
-def test_a_model_that_dynamo_does_not_compile_is_pointed_to_its_log() -> None:
-    """Dynamo runs recurrent layers as they are."""
-    compiled = torch.compile(nn.LSTM(6, 6), backend="cgpass", options={"compiler": "eager"})
-    with torch.no_grad():
-        compiled(torch.randn(3, 4, 6))
-    with pytest.raises(OptionError, match="no graphpass runtime") as raised:
-        runtime_of(compiled)
-    assert "TORCH_LOGS=graph_breaks" in raised.value.remedy
-    assert "allow_rnn = True" in str(raised.value)
-
-
 @pytest.mark.parametrize(
     "other",
     [shift, Shifted(), None, "text", torch.compile(shift, backend="eager")],
@@ -118,17 +107,6 @@ def test_a_copy_of_a_model_compiled_in_place_is_to_be_compiled_again() -> None:
                 agrees(copied(x), fast(x))
         assert runtime_of(copied) is not runtime_of(fast)
         assert runtime_of(copied).stats().replayed > 0
-
-
-def test_equal_options_share_callable_and_runtime() -> None:
-    model = Shifted()
-    first, second = (called(made(lambda **how: torch.compile(model, **how), dispatch="context")) for _ in range(2))
-    assert first.rt is second.rt
-    assert first.rt.stats().callables == 1, "Dynamo ran the first one's code for the second"
-    first.capture("FULL")
-    x = torch.randn(4, 6)
-    agrees(second.at("FULL", 4, x), model(x).detach())
-    assert first.captured == 1
 
 
 @pytest.mark.parametrize("model", [Shifted, lambda: nn.Sequential(Shifted())])

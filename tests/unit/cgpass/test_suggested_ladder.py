@@ -57,26 +57,3 @@ def test_a_suggested_ladder_raises_replays(compiled: Make, name: str) -> None:
         gp.precapture(fast.fast, *calls[0])
     assert fast.serve(calls) == len(calls)
     assert not any("first of their sizes" in problem.what for problem in fast.problems)
-
-
-def test_a_dimension_of_too_many_sizes_is_named(compiled: Make) -> None:
-    """No ladder serves 100 exact sizes: the remedy names their dimension, and that of its row then pads it."""
-    calls = traffic(150, 200)
-    fast = compiled(RAGGED["a mean"], dynamic=True)
-    before = fast.serve(calls)
-    remedy = fast.problem("were the first of their sizes").remedy
-    (name,) = re.findall(r"make (\S+) \(\d+ sizes\) padded, as the row 'not padded' says", remedy)
-    (row,) = [problem for problem in fast.problems if problem.kind == "not padded"]
-    assert row.what.startswith(f"{name} is not padded")
-    fast = compiled(RAGGED["a mean"], dynamic=True, capture_sizes=ladder_in(remedy))
-    assert fast.serve(calls) > before
-
-    declared = re.search(r"padding=(\{.*?\})", row.remedy)
-    assert declared is not None
-    masked = embedded(
-        lambda self, ids, mask: self.layer((self.words(ids) * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
-    )
-    fast = compiled(masked, dynamic=True, padding=ast.literal_eval(declared[1]))
-    with_masks = [(ids, torch.ones(ids.shape)) for (ids,) in calls]
-    assert fast.serve(with_masks) > len(calls) - 50
-    assert fast.problems == ()

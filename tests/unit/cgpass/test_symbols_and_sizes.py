@@ -120,32 +120,6 @@ def test_symbols_of_an_input_that_is_no_key_are_no_key(keyed: Make) -> None:
         fast.at("PIECEWISE", 4, torch.randn(7, 6), torch.randn(4, 6))
 
 
-# -- size 1
-
-
-@pytest.mark.parametrize(
-    ("mode", "order"), [("FULL", (4, 1)), ("PIECEWISE", (1, 4))], ids=["1 last, FULL", "1 first, PIECEWISE"]
-)
-def test_size_one_is_an_artifact_of_its_own(keyed: Make, mode: str, order: tuple[int, int]) -> None:
-    def model(x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.cgpasstest.attend(x * 2) + x.mean(0)
-
-    fast = keyed(model, capture_sizes=[1, 4, 8], dynamic_dims={"x": 0})
-    grown = []
-    for size in (*order, 8):
-        fast.capture(mode, sizes=[size])
-        grown.append(fast.rt.compiled())
-    assert grown == [2, 4, 4], "two regions: dynamic, and of size 1"
-    fast.check(mode, sizes=(1, 8, 4, 1))
-    assert fast.rt.compiled() == 4
-    one, other = ("g1", "g0") if order == (4, 1) else ("g0", "g1")
-    assert fast.tally(mode) == {
-        (f"{graph}.{region}", size): (1, replayed)
-        for region in (["full"] if mode == "FULL" else ["r0", "r2"])
-        for graph, size, replayed in ((one, 1, 3), (other, 4, 2), (other, 8, 2))
-    }
-
-
 # -- guards
 
 

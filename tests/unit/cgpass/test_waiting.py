@@ -11,7 +11,6 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor import compile_fx
 from torch.utils.checkpoint import checkpoint
 
-import graphpass as gp
 from graphpass import GraphRuntime
 from graphpass.compat import memory
 from tests.unit.compiled import agrees
@@ -65,16 +64,6 @@ def test_a_higher_order_operator_is_compiled_at_once(rt: GraphRuntime) -> None:
     with torch.no_grad():
         agrees(fast(x), x.tanh() * 2)
     assert artifacts(rt) == [1]
-
-
-def test_what_is_captured_ahead_is_compiled_at_once() -> None:
-    eager = model()
-    graphed, x = gp.graphed(eager), torch.randn(5, 6)
-    graphed.capture(x)
-    assert artifacts(graphed.runtime) == [1]
-    with torch.no_grad():
-        agrees(graphed(x), eager(x))
-    graphed.close()
 
 
 def test_what_waits_for_another_graph_is_compiled_for_a_capture(rt: GraphRuntime) -> None:

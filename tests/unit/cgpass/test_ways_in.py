@@ -46,20 +46,6 @@ def test_sizes_marked_as_unbacked_are_exact(compiled: Make, model: Callable[...,
     assert fast.rt.stats().replayed >= 4
 
 
-def test_a_size_that_is_specialized_on_has_a_graph_of_its_own(compiled: Make) -> None:
-    fast = compiled(lambda x: x * 2 + 1)
-    for size in (8, 5, 8, 5, 8, 3, 8):
-        x = torch.randn(size, 6)
-        torch._dynamo.mark_dynamic(x, 0, specialize_on=[lambda size: size == 8])
-        agrees(fast(x), x * 2 + 1)
-    assert fast.rt.stats().callables == 2
-    of_8 = [
-        use.replayed for (graph, _, key), use in fast.rt.counts().items() if (graph, key.num_tokens) == ("g1.full", 8)
-    ]
-    assert of_8 == [3], "each after the first"
-    assert fast.problems == ()
-
-
 def test_a_function_compiled_ahead_replays_in_its_process(tmp_path: Path) -> None:
     x = torch.randn(4, 6)
     with torch.no_grad():

@@ -274,20 +274,3 @@ def test_runtime_mode(
 ) -> None:
     dispatcher = dispatcher_for("FULL_AND_PIECEWISE", query_len)
     assert dispatcher.runtime_mode(num_reqs, num_tokens, max_query_len) == expected
-
-
-@pytest.mark.parametrize("num_keys", [10, 10_000])
-@pytest.mark.parametrize("by_extra", [False, True])
-def test_a_dispatch_does_not_compare_keys(num_keys: int, by_extra: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    dispatcher = CudagraphDispatcher("PIECEWISE", [1], max_num_reqs=1)
-    for index in range(1, num_keys):
-        key = BatchDescriptor(3, extra=(("width", index),)) if by_extra else BatchDescriptor(2 * index)
-        dispatcher.add_key(PIECEWISE, key)
-    capture_all(dispatcher)
-    dispatcher.dispatch(1)
-    touched: list[str] = []
-    monkeypatch.setattr(BatchDescriptor, "__hash__", lambda key: touched.append("hash") or 0)
-    monkeypatch.setattr(BatchDescriptor, "__eq__", lambda key, other: touched.append("equal") or key is other)
-    step = dispatcher.dispatch(3, extra=(("width", num_keys - 1),) if by_extra else ())
-    assert step.mode is PIECEWISE
-    assert not touched

@@ -50,28 +50,6 @@ def test_fields_of_a_foreign_descriptor() -> None:
     assert CudagraphDispatcher("FULL", [8], max_num_reqs=4).fields(BatchDescriptor(8, 4)) == {"num_tokens": 8}
 
 
-def test_num_tokens_beside_a_bucketed_length() -> None:
-    dispatcher = lazy_dispatcher("FULL_AND_PIECEWISE", {"num_tokens": [4, 8], "max_seq_len": [128, 512]})
-    decode = dispatcher.dispatch(3, uniform_decode=True, extra=(("max_seq_len", 200),))
-    assert (decode.mode, decode.descriptor) == (
-        FULL,
-        BatchDescriptor(4, num_reqs=4, uniform=True, extra=(("max_seq_len", 512),)),
-    )
-    mixed = dispatcher.dispatch(3, extra=(("max_seq_len", 128),))
-    assert (mixed.mode, mixed.descriptor) == (PIECEWISE, BatchDescriptor(4, extra=(("max_seq_len", 128),)))
-    assert len(dispatcher.keys[PIECEWISE]) == 4
-    assert len(dispatcher.keys[FULL]) == 4  # the largest decode batch, 16 tokens, is above the largest size
-
-
-def test_decode_keys_over_a_product() -> None:
-    dispatcher = lazy_dispatcher(
-        "FULL_AND_PIECEWISE", {"num_reqs": [2, 4], "seq_len": [3, 4]}, uniform_decode_query_len=4
-    )
-    assert {(key.num_tokens, key.num_reqs) for key in dispatcher.keys[FULL]} == {(8, 2), (12, 4), (16, 4)}
-    step = dispatcher.dispatch(num_reqs=1, uniform_decode=True, extra=seq_len(4))
-    assert step.descriptor == BatchDescriptor(8, num_reqs=2, uniform=True, extra=seq_len(4))
-
-
 def test_extra_beside_the_fields_is_matched_exactly() -> None:
     dispatcher = lazy_dispatcher("FULL", REQUESTS)
     key = BatchDescriptor(4 * 64, num_reqs=4, extra=(("causal", True), ("seq_len", 64)))

@@ -177,11 +177,3 @@ def test_a_function_without_a_runtime_is_said_to_be_given_up() -> None:
     with pytest.raises(OptionError) as raised:
         gp.runtime_of(fast)
     assert raised.value.found.startswith(BREAK)
-
-
-def test_what_dynamo_gave_up_elsewhere_is_not_said(rt: gp.GraphRuntime) -> None:
-    torch.compile(untraced, backend="eager")(torch.ones(3))
-    fast = gp.graphed(inside, runtime=rt, compiler="eager")
-    for _ in range(3):
-        fast(torch.ones(3))
-    assert rt.report().problems == ()

@@ -257,16 +257,6 @@ def test_a_class_that_minds_its_subclasses() -> None:
     still_graphed(graphed(Registered().eval()), Registered().eval())
 
 
-def test_an_exported_module() -> None:
-    model = Net().eval()
-    exported = torch.export.export(model, (torch.randn(3, 6),), dynamic_shapes=({0: torch.export.Dim("rows")},))
-    fast = graphed(exported.module())
-    x = torch.randn(3, 6)
-    for _ in range(4):
-        torch.testing.assert_close(fast(x), model(x).detach())
-    assert replays(fast) >= 2
-
-
 def test_a_module_without_parameters_yet_is_refused() -> None:
     with pytest.raises(OptionError, match="without a shape"):
         graphed(nn.Sequential(nn.LazyLinear(3)))

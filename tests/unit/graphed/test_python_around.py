@@ -92,25 +92,6 @@ def test_missing_and_unknown_arguments_are_pythons_errors() -> None:
             fast(*args, **kwargs)
 
 
-@pytest.mark.parametrize("values", [(2, 2.0), (True, 1), ([1, 2], (1, 2))])
-def test_equal_values_of_other_types_are_other_values(values: tuple[Any, Any]) -> None:
-    def model(x: torch.Tensor, by: Any) -> Any:
-        number = by if isinstance(by, (int, float)) else 3
-        return x.long() * number, type(by).__name__
-
-    agree_with(model, alternating((5, 3), *(lambda n, by=by: call(x_of(n), by) for by in values * 2)))
-
-
-def test_the_order_of_a_dict_is_the_callers() -> None:
-    def model(parts: dict[str, torch.Tensor]) -> Any:
-        return torch.cat(list(parts.values()), 1), list(parts)
-
-    def named(names: str) -> Callable[[int], Any]:
-        return lambda n: call({name: torch.full((n, 1), ord(name)) for name in names})
-
-    agree_with(model, alternating((5, 3, 5), *map(named, ("ab", "ba", "ab", "ba"))))
-
-
 # -- identity ----------------------------------------------------------------------------------------------------------
 
 
@@ -220,21 +201,7 @@ def test_capture_leaves_the_state_of_two_calls() -> None:
     assert torch.equal(model.total, torch.full((4,), 4.0)), "three rows, and once more one"
 
 
-# -- branches ----------------------------------------------------------------------------------------------------------
-
-
-@torch._dynamo.disable
-def triple(x: torch.Tensor) -> None:
-    x.mul_(3)
-
-
-def test_what_python_between_graphs_writes_reaches_the_caller() -> None:
-    def model(x: torch.Tensor) -> torch.Tensor:
-        y = x * 2
-        triple(x)
-        return x + y
-
-    agree_with(model, rows(*SIZES))
+# -- results -----------------------------------------------------------------------------------------------------------
 
 
 def test_results_fed_back_as_arguments() -> None:
@@ -244,30 +211,6 @@ def test_results_fed_back_as_arguments() -> None:
         for _ in range(6):
             found, wanted = fast(found), wanted * 1.5 + 1
             torch.testing.assert_close(found, wanted)
-
-
-@pytest.mark.parametrize("around", ["no_grad", "enable_grad", "inference_mode"])
-@pytest.mark.parametrize("made_in", ["no_grad", "inference_mode"])
-def test_the_callers_modes(around: str, made_in: str) -> None:
-    def model(x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        total.add_(x.sum())
-        return x * 2 + total
-
-    if made_in == "inference_mode" != around:
-        pytest.skip("eager cannot write to such tensors outside of inference mode")
-    fast = graphed(model)
-    total = wanted = 0.0
-    for n in SIZES:
-        with getattr(torch, made_in)():
-            x, running = x_of(n), torch.tensor(total)
-        with getattr(torch, around)():
-            got = fast(x, running)
-        wanted = total + x.sum()
-        torch.testing.assert_close(got, x * 2 + wanted)
-        torch.testing.assert_close(running, torch.as_tensor(wanted))
-        assert not got.requires_grad
-        total = float(wanted)
-    assert replays(fast) > 0
 
 
 def test_dynamo_can_find_the_source_of_a_form() -> None:

@@ -192,24 +192,6 @@ def test_a_padding_function_of_another_shape_is_named_after_its_input() -> None:
     assert "the padding function of input 'input' returned another shape: (3, 4)" in problem.what
 
 
-def test_the_remedy_of_a_late_compilation() -> None:
-    """Size 1 is in the ladder, and the other form is captured too."""
-    fast = strict([1, 2, 4, 8])
-    fast.capture(torch.randn(8, 4))
-    fast.capture(torch.randn(8, 4), torch.ones(4))
-    for args in ((torch.randn(1, 4),), (torch.randn(3, 4), torch.ones(4))):
-        torch.testing.assert_close(fast(*args), fast.layer(args[0]))
-
-
-def test_before_a_capture_and_after_close_calls_compile() -> None:
-    fast = strict([2, 4, 8])
-    fast(torch.randn(3, 4))
-    fast.capture(torch.randn(8, 4))
-    fast.close()
-    fast(torch.randn(1, 4))
-    fast(torch.randn(3, 4), torch.ones(4))
-
-
 @pytest.mark.parametrize("is_graphed", [False, True])
 @pytest.mark.parametrize("name", ["input", "args[0]", 0])
 def test_an_input_of_a_module_of_torch_is_named_by_parameter_or_position(
@@ -224,15 +206,6 @@ def test_an_input_of_a_module_of_torch_is_named_by_parameter_or_position(
     beside.serve((3, 3, 5, 6))
     assert beside.problems == ()
     assert beside.padded_sizes == {"num_tokens": True}
-
-
-def test_a_size_or_stride_of_a_tensor_is_no_number(compiled: Any) -> None:
-    fast = compiled(lambda x, t: x.unflatten(1, (t.size(0), -1)).sum(2) * t.stride(0), dynamic=True)
-    for groups in (2, 2, 2, 4, 4, 4):
-        x, t = torch.randn(3, 8), torch.randn(groups, 5)
-        torch.testing.assert_close(fast(x, t), x.unflatten(1, (groups, -1)).sum(2) * 5)
-    assert not any("Python number" in problem.what for problem in fast.problems)
-    assert sum(counts.replayed for counts in fast.rt.counts().values()) == 4
 
 
 def test_an_error_in_dynamos_reason_for_a_recompile_is_typed() -> None:

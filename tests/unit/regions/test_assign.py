@@ -41,20 +41,6 @@ def test_a_late_getitem_moves_to_its_producer() -> None:
     assert targets(split, 2) == [torch.sum, torch.add]
 
 
-def test_a_tuple_used_as_a_whole_crosses_as_its_items() -> None:
-    class Model(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            parts = x.chunk(2)
-            return torch.cat([F.softmax(x, -1), torch.cat(parts)])
-
-    x = torch.rand(4, 4)
-    split = partition(fx.symbolic_trace(Model()), SOFTMAX, example_inputs=(x,))
-    for region in split.regions:
-        values = [node.meta["example_value"] for node in region.graph_module.graph.nodes if node.op == "placeholder"]
-        assert all(isinstance(value, torch.Tensor) for value in values)
-    torch.testing.assert_close(split.stitched(x), Model()(x))
-
-
 def autocast_block(x: torch.Tensor) -> torch.Tensor:
     y = x + 1
     with torch.autocast("cpu", torch.bfloat16):
@@ -86,17 +72,6 @@ def test_a_pair_with_an_eager_op_runs_eagerly_as_a_whole(dynamo_split: Split, fu
     assert "mode pair: torch.nn.functional.softmax inside" in str(split.regions[1].why)
     assert "splitting op: torch.nn.functional.softmax" in str(split.regions[1].why)
     assert len(targets(split, 0)) == len(targets(split, 2)) == 1
-
-
-def test_a_pair_without_an_eager_op_is_captured_as_a_whole(dynamo_split: Split) -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            y = x + 1
-        return F.softmax(y, -1)
-
-    split = dynamo_split(function, torch.rand(3, 3), ops=SOFTMAX)
-    assert kinds(split) == ["captured", "eager"]
-    assert len(targets(split, 0)) == 3
 
 
 def test_a_higher_order_op_stays_with_its_subgraphs(dynamo_split: Split) -> None:
@@ -138,19 +113,6 @@ def test_a_copy_and_a_write_are_captured(dynamo_split: Split, between: Callable[
     assert kinds(split) == ["captured", "eager", "captured", "eager", "captured"]
 
 
-def test_an_allocation_joins_the_captured_region_behind(dynamo_split: Split) -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        a = F.softmax(x, -1)
-        buffer = torch.zeros_like(a)
-        b = F.softmax(a, -1)
-        buffer.add_(b)
-        return buffer * 2
-
-    split = dynamo_split(function, torch.rand(3, 3), ops=SOFTMAX)
-    assert kinds(split) == ["eager", "captured"]
-    assert targets(split, 1)[0] is torch.zeros_like
-
-
 def test_an_allocation_that_can_go_nowhere_runs_eagerly(dynamo_split: Split) -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         out = torch.empty(3, 3)
@@ -160,15 +122,6 @@ def test_an_allocation_that_can_go_nowhere_runs_eagerly(dynamo_split: Split) -> 
     split = dynamo_split(function, torch.rand(3, 3), ops=[*SOFTMAX, "aten::copy_"])
     assert kinds(split) == ["eager"]
     assert "nothing to capture: torch.empty" in str(split.regions[0].why)
-
-
-def test_a_splitting_op_that_is_an_allocation_stays_a_split(dynamo_split: Split) -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        y = x + 1
-        return y.mul_(2) + torch.zeros_like(y)
-
-    split = dynamo_split(function, torch.rand(3, 3), ops=["aten::zeros_like"])
-    assert kinds(split) == ["captured", "eager", "captured"]
 
 
 def test_a_graph_without_calls_has_no_regions() -> None:

@@ -36,17 +36,6 @@ def test_a_reason_reads_as_kind_and_detail() -> None:
     assert pickle.loads(pickle.dumps(reason)) == reason
 
 
-def test_a_size_that_was_read_stays_out_of_captured_regions(dynamo_split: Split) -> None:
-    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = x.sum().to(torch.int64).item()
-        torch._check(rows >= 2)
-        return torch.zeros(rows) + 1, x + 1
-
-    split = dynamo_split(function, torch.ones(3), **SCALARS)
-    captured = [node for r in split.regions if r.kind == "captured" for node in r.graph_module.graph.nodes]
-    assert all("u0" not in str(node.meta.get("example_value")) for node in captured)
-
-
 @pytest.mark.parametrize(
     ("function", "op"),
     [
@@ -139,12 +128,6 @@ def test_other_devices_run_eagerly(function: Callable[..., Any], kind: str) -> N
     split = on_cuda(function, "cuda:0", "cuda:0")
     assert [region.kind for region in split.regions][:1] == ["captured"]
     assert kind in str(split.regions[-1].why)
-
-
-def test_a_cpu_input_amid_a_gpu_graph_makes_its_consumer_eager() -> None:
-    split = on_cuda(lambda x, y: (x + 1, y + 1, x * 2), "cuda:0", "cpu")
-    assert [region.kind for region in split.regions] == ["captured", "eager", "captured"]
-    assert split.regions[1].why == "cpu tensor: operator.add has a tensor on the CPU in a graph on cuda:0"
 
 
 def test_a_cpu_tensor_without_entries_is_read_by_no_kernel() -> None:
@@ -280,11 +263,3 @@ def test_a_guard_over_two_symbols_needs_both() -> None:
     assert guards.excluded_by({x: 11}) is None
     assert guards.excluded_by({x: 11, y: 6}) is None
     assert "Ne(" in str(guards.excluded_by({x: 11, y: 5}))
-
-
-def test_a_static_graph_guards_nothing() -> None:
-    split_from = fx.symbolic_trace(lambda x: x + 1)
-    assert guards_of(split_from) == GuardedSymbols({}, ())
-    assert guards_of(split_from).excluded_by({}) is None
-    split = partition(split_from, example_inputs=(torch.rand(3),))
-    assert symbol_of_dim(split.inputs, "x", 0) == 3

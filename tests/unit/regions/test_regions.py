@@ -87,21 +87,6 @@ def test_a_size_that_is_returned_is_a_size_again() -> None:
     assert isinstance(got["size"], torch.Size)
 
 
-def test_symbols_of_a_region_come_first_and_are_always_bound(dynamo_split: Split) -> None:
-    """The last region's only tensor has 2*s rows: s is an input all the same, and the first."""
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        return F.softmax(torch.cat([x, x]), -1) * 2
-
-    split = dynamo_split(function, torch.rand(4, 6), ops=SOFTMAX, dynamic=True)
-    assert len(split.regions) == 3
-    for region in split.regions:
-        values = [n.meta["example_value"] for n in region.graph_module.graph.nodes if n.op == "placeholder"]
-        assert [isinstance(value, torch.SymInt) for value in values] == [True, True, False]
-        free = {s for size in values[2].shape for s in size.node.expr.free_symbols}
-        assert free == {value.node.expr for value in values[:2]}
-
-
 def write_in_place(x: torch.Tensor, out: torch.Tensor) -> Any:
     return x.add_(1)
 
@@ -165,43 +150,6 @@ def test_what_is_written_is_known(dynamo_split: Split, function: Callable[..., A
     names = {given.name: given.source_name for given in split.inputs}
     assert [split.inputs[i].source_name for i in split.mutated_inputs] == written
     assert [names[region.inputs[i]] for i in region.mutated_inputs] == written
-
-
-def test_inputs_that_share_storage_are_written_together(dynamo_split: Split) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("all", torch.zeros(4, 3))
-            self.register_buffer("some", self.all[1:3])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.some.add_(1)
-            return x + self.all.sum()
-
-    made: list[Partition] = []
-
-    def backend(gm: fx.GraphModule, examples: list[Any]) -> Any:
-        made.append(partition(gm))
-        return made[-1].stitched
-
-    torch.compile(Model(), backend=backend)(torch.ones(3))
-    (split,) = made
-    assert [split.inputs[i].is_static for i in split.mutated_inputs] == [True, True]
-
-
-def test_a_custom_op_writes_what_its_schema_says(dynamo_split: Split) -> None:
-    @torch.library.custom_op("graphpass_regions::fill", mutates_args=("out",))
-    def fill(x: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(x)
-
-    def function(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        y = x + 1
-        fill(y, out)
-        return out * 2
-
-    split = dynamo_split(function, torch.rand(3), torch.rand(3), ops=["graphpass_regions::fill"])
-    assert [split.inputs[i].source_name for i in split.mutated_inputs] == ["out"]
-    assert [region.mutated_inputs for region in split.regions] == [(), (1,), ()]
 
 
 def test_a_graph_without_shapes_is_refused() -> None:

@@ -12,7 +12,7 @@ import graphpass as gp
 from graphpass.capture import recorder
 from graphpass.compat import saving
 from graphpass.compile import tuning
-from tests.unit.compile.tuned import COMBO, DESCENT, Bench, Captured, captured, notes, tuned
+from tests.unit.compile.tuned import DESCENT, Bench, Captured, captured, notes, tuned
 from tests.unit.models import linear, module
 
 
@@ -56,43 +56,6 @@ def test_variants_that_were_chosen_are_loaded(bench: Bench, tmp_path: Path, monk
     assert "chose no variant" not in notes(other)
     for one in (rt, other):
         one.close()
-
-
-@pytest.mark.soak
-def test_sizes_for_which_nothing_was_chosen_run_untuned_and_say_so(bench: Bench, tmp_path: Path) -> None:
-    model, x = layer(), torch.randn(16, 4)
-    bench.replay_s = {}
-    _, rt = started(model, tmp_path)
-    bench.replay_s = {(DESCENT,): 0.5}
-    loaded, other = started(model, tmp_path)
-    assert other.compiled() == 0
-    assert {found.settings for found in tuned(other)} == {"untuned"}
-    assert "not tuned: the process that saved the graph chose no variant for these sizes" in notes(other)
-    torch.testing.assert_close(loaded(x), model(x))
-    for one in (rt, other):
-        one.close()
-
-
-@pytest.mark.soak
-def test_an_interrupt_leaves_the_best_so_far(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = layer()
-    monkeypatch.setattr(tuning, "SETTINGS", (DESCENT, COMBO))
-    with_name = bench.capture
-
-    def capture(name: str, body: Any) -> Any:
-        if name == COMBO:
-            raise KeyboardInterrupt
-        return with_name(name, body)
-
-    monkeypatch.setattr(bench, "capture", capture)
-    with pytest.raises(KeyboardInterrupt):
-        started(model, tmp_path)
-    loaded, rt = started(model, tmp_path)
-    assert rt.compiled() == 0
-    assert [(found.sizes, found.settings) for found in tuned(rt)] == [("9 and more", DESCENT)]
-    x = torch.randn(16, 4)
-    torch.testing.assert_close(loaded(x), model(x))
-    rt.close()
 
 
 @pytest.mark.soak

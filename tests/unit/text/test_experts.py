@@ -86,15 +86,6 @@ def test_a_token_does_not_depend_on_the_others(shape: tuple[int, ...], is_each: 
         torch.testing.assert_close(padded[: len(x)], expected, **CLOSE)
 
 
-def test_weights_of_other_experts_are_not_used(linear: Linear) -> None:
-    x, experts, weight, bias, transposed = random_case((6, 2, 8, 8, 12), is_each=False, transposed=False)
-    expected = linear(x, experts, weight, bias, transposed)
-    unused = torch.ones(len(weight), dtype=torch.bool).index_fill(0, experts.unique(), False)
-    assert unused.any()
-    weight[unused] = torch.nan
-    torch.testing.assert_close(linear(x, experts, weight, bias, transposed), expected, **CLOSE)
-
-
 def test_no_token_and_numbers_out_of_range(linear: Linear) -> None:
     x, experts, weight, bias, transposed = random_case((4, 2, 3, 8, 12), is_each=False, transposed=False)
     assert linear(x[:0], experts[:0], weight, bias, transposed).shape == (0, 2, 12)

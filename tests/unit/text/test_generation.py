@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from graphpass.errors import GraphpassError, OptionError, OutOfPagesError, ShapeError
-from graphpass.text import Generation, PageAllocator, Request
-from graphpass.text.scheduler import Scheduler
-from graphpass.text.step import StepTensors
+from graphpass.text import Generation, Request
 from tests.unit.text.known_model import (
     ARRIVALS,
     MAX_LENGTH,
@@ -20,7 +17,6 @@ from tests.unit.text.known_model import (
     TOKENS,
     VOCABULARY,
     check_arrivals,
-    collect,
     continued,
     finish,
     generate,
@@ -66,21 +62,6 @@ def test_a_rank_that_is_done_steps_on_with_the_others(others_work_for: int) -> N
     model.others_work_for = others_work_for
     assert generate(model, [[1, 2]], max_new_tokens=2) == [continued([1, 2], 2, [])]
     assert (model.num_steps, model.num_idle_steps) == (2, others_work_for + 1)
-
-
-@AHEAD
-def test_two_generations_share_a_manager(run_ahead: bool) -> None:
-    model = make_model()
-    generations = [Generation(model, run_ahead=run_ahead) for _ in range(2)]
-    prompts = [[5, 6, 7], [8], [9, 10], [11, 12, 13, 14]]
-    requests = [Request.of(str(index), prompt, 6) for index, prompt in enumerate(prompts)]
-    found: dict[Request, list[int]] = {request: [] for request in requests}
-    for index, request in enumerate(requests):
-        generations[index % 2].add(request)
-    while not all(generation.is_done() for generation in generations):
-        for generation in generations:
-            collect(generation, found, [])
-    assert list(found.values()) == [continued(prompt, 6, []) for prompt in prompts]
 
 
 @AHEAD
@@ -150,26 +131,3 @@ def test_a_manager_of_another_model_generates_nothing() -> None:
     del model.buffers["last_rows"]
     with pytest.raises(OptionError, match="does not generate text"):
         Generation(model)
-
-
-def test_decode_steps_of_the_same_requests_reuse_their_inputs() -> None:
-    pages = PageAllocator(16)
-    scheduler = Scheduler(pages, page_size=4, max_num_reqs=4, max_num_tokens=16, max_seq_len=16)
-    for index, prompt in enumerate([[1, 2, 3], [4], [5, 6]]):
-        scheduler.add(Request.of(str(index), prompt, 6))
-    tensors = StepTensors(16, (4,), torch.device("cpu"))
-    tensors.take(torch.tensor([70, 71, 72, 73]))
-    plans = [scheduler.plan() for _ in range(4)]
-    seen = []
-    for plan in plans:
-        assert plan is not None
-        views = tensors.inputs(plan)
-        seen.append({name: value.tolist() for name, value in views.items()})
-        assert not plan.same_rows or views["input_ids"].data_ptr() == tensors.tokens.data_ptr()
-    assert seen == [
-        {"input_ids": [[1, 2, 3, 4, 5, 6]], "position_ids": [[0, 1, 2, 0, 0, 1]], "last_rows": [2, 3, 5]},
-        {"input_ids": [[70, 71, 72]], "position_ids": [[3, 1, 2]], "last_rows": [0, 1, 2]},
-        {"input_ids": [[70, 71, 72]], "position_ids": [[4, 2, 3]], "last_rows": [0, 1, 2]},
-        {"input_ids": [[70, 71, 72]], "position_ids": [[5, 3, 4]], "last_rows": [0, 1, 2]},
-    ]
-    assert [plan.same_rows for plan in plans if plan] == [False, False, True, True]

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from graphpass import (
@@ -24,7 +22,6 @@ from graphpass.offload import WeightOffloader
 from graphpass.text import LoraAdapters
 from graphpass.text.lora import LoraLinear
 from tests.unit.text.adapted import (
-    LARGEST,
     MAX_RANK,
     NAMES,
     WIDTH,
@@ -98,16 +95,6 @@ def test_a_step_computes_the_adapters_that_its_key_counts_and_no_other(mode: str
         adapted.check([None, *active])
         for tensor, values in held:
             tensor.copy_(values)
-    adapted.manager.close()
-
-
-def test_real_rows_have_the_same_bits_whatever_padding_holds() -> None:
-    adapted = Adapted("FULL", LoraKeys(3), sizes=[8])
-    names = ["a", None, "c"]
-    expected = adapted.run(names).clone()
-    for value in (7.0, float("nan"), float("inf")):
-        adapted.manager.buffers["x"][3:] = value
-        assert torch.equal(adapted.run(names), expected)
     adapted.manager.close()
 
 
@@ -330,18 +317,3 @@ def test_a_layer_that_does_not_see_each_token_once_is_refused() -> None:
     manager = CudaGraphManager(adapters.wrap(model), dispatcher, specs, compiler="eager")
     with pytest.raises(ShapeError, match="a row for each of 4 tokens; found 1 rows"):
         manager.capture()
-
-
-@given(st.lists(st.sampled_from([None, *NAMES]), max_size=LARGEST), st.data())
-def test_slots_in_use_come_first(names: list[str | None], data: st.DataObject) -> None:
-    model = Mlp()
-    adapters = LoraAdapters(model, "up", max_loras=4, max_rank=2)
-    for name in data.draw(st.permutations([*NAMES, "d"])):
-        adapters.load(name, {"up": GOOD})
-    slots, order, num_active = adapters.numbers_of(names)
-    assert sorted(order.tolist()) == list(range(4))
-    assert {*slots.tolist()} - {-1} == {*order[:num_active].tolist()}
-    assert [adapters.loaded.index(name) if name else -1 for name in names] == slots.tolist()
-    lengths = data.draw(st.lists(st.integers(0, 5), min_size=len(names), max_size=len(names)))
-    by_token = adapters.of_rows(names, lengths).inputs["lora_slots"]
-    assert by_token.tolist() == [slot for slot, n in zip(slots.tolist(), lengths, strict=True) for _ in range(n)]

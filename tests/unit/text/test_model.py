@@ -198,24 +198,6 @@ def test_modules_are_given_back_in_any_order(shares: str, is_first_in_first_out:
     assert [settings_of(model), settings_of(other)] == before
 
 
-@pytest.mark.parametrize("is_first_in_first_out", [True, False])
-def test_values_of_two_that_serve_are_taken_back_in_any_order(is_first_in_first_out: bool) -> None:
-    module = Tuned()
-    served = [ServedModel(module) for _ in range(2)]
-    for each, value in zip(served, (2, 3), strict=True):
-        with each.changed():
-            module.other = value
-    first, second = served if is_first_in_first_out else served[::-1]
-    first.give_back()
-    assert module.other == (3 if is_first_in_first_out else 2)
-    second.give_back()
-    assert module.other == 1
-    first.use()
-    assert module.other == (2 if is_first_in_first_out else 3)
-    first.give_back()
-    assert module.other == 1
-
-
 def test_a_construction_that_fails_leaves_another_one_serving(model: Any) -> None:
     config, expected = model.config, own_tokens(model)
     lm = CausalLM(model, mode="NONE", **SIZES)
@@ -226,26 +208,6 @@ def test_a_construction_that_fails_leaves_another_one_serving(model: Any) -> Non
     lm.close()
     assert model.config is config
     assert set(attention_of(model)) == {STOCK}
-
-
-def test_configs_within_configs_are_given_back() -> None:
-    """Modules of a model of images and text refer to the whole config, and to its parts."""
-    text = hf().Gemma3TextConfig(**TEXT)
-    vision = hf().SiglipVisionConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, image_size=16, patch_size=4
-    )
-    config = hf().Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
-    model = hf().Gemma3ForConditionalGeneration(config).eval()
-    before = {module: module.config for module in model.modules() if hasattr(module, "config")}
-    parts = (config, config.text_config, config.vision_config)
-    assert {id(of) for of in before.values()} == {id(part) for part in parts}
-    names = [part._attn_implementation for part in parts]
-    lm = CausalLM(model, **SIZES)
-    assert model.config.text_config is model.model.language_model.config
-    assert model.config.text_config._attn_implementation == HUGGING_FACE_NAME
-    assert [part._attn_implementation for part in parts] == names
-    lm.close()
-    assert all(module.config is of for module, of in before.items())
 
 
 class Tuned(torch.nn.Module):
@@ -278,17 +240,6 @@ FACTORS = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [20.0, 30.0, 40.
 CHANGING: dict[str, dict[str, Any]] = {
     "dynamic": {"factor": 2.0},
     "longrope": {**FACTORS, "original_max_position_embeddings": TRAINED},
-}
-FIXED: dict[str, dict[str, Any]] = {
-    "default": {},
-    "linear": {"factor": 2.0},
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": TRAINED},
-    "llama3": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": TRAINED,
-    },
 }
 
 
@@ -339,15 +290,6 @@ def test_longer_texts_are_refused_with_the_longest_length(rope_type: str) -> Non
         fix_frequencies(rotary, TRAINED + 1)
     fix_frequencies(rotary, TRAINED)
     assert rotary.inv_freq is frequencies, "graphs read it"
-
-
-@pytest.mark.parametrize("rope_type", FIXED)
-def test_frequencies_that_never_change_are_left_alone(rope_type: str) -> None:
-    rotary = rotary_of(rope_type, FIXED[rope_type])
-    before = angles(rotary, 4 * TRAINED)
-    fix_frequencies(rotary, 4 * TRAINED)
-    assert rotary.rope_type == rope_type
-    torch.testing.assert_close(angles(rotary, 4 * TRAINED), before, rtol=0, atol=0)
 
 
 def test_layers_of_each_type_have_their_own() -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import graphpass as gp
 from graphpass import AttentionSupport, BatchDescriptor, CUDAGraphMode
@@ -68,45 +66,6 @@ def test_a_mixed_key_is_refilled(heads: Heads) -> None:
         metadata = paged.attention.build(step, key)
         assert (metadata.layout.query_len, metadata.layout.max_query_len) == (None, 32)
         assert_right(run(paged, tensors, metadata, key.num_tokens), tensors)
-
-
-@given(
-    steps=st.lists(st.lists(st.integers(0, 5), min_size=4, max_size=4), min_size=1, max_size=6),
-    uniform=st.integers(1, 3),
-    endings=st.lists(st.integers(0, 3), max_size=6),
-)
-@settings(max_examples=15)
-def test_requests_come_and_go(steps: list[list[int]], uniform: int, endings: list[int]) -> None:
-    """Any order of prefill, chunks and decode, over keys and eagerly, with pages that were others' before."""
-    paged = Paged(Heads(4, 2, 8), num_layers=1, num_pages=32)
-    requests = [paged.begin() for _ in range(4)]
-    for number, lengths in enumerate(steps):
-        chosen = [(r, n) for r, n in zip(requests, lengths, strict=True) if n]
-        for query_lens, key in (
-            ([n for _, n in chosen], BatchDescriptor(20, num_reqs=6)),
-            ([n for _, n in chosen], None),
-            ([uniform] * len(chosen), uniform_key(4, uniform)),
-        ):
-            if all(len(r) + q <= 32 for (r, _), q in zip(chosen, query_lens, strict=True)):
-                step, tensors = (
-                    paged.grow([r for r, _ in chosen], query_lens) if chosen else (PagedRequests([], [], []), [])
-                )
-                metadata = paged.attention.build(step, key)
-                assert_right(run(paged, tensors, metadata, 20 if key is None else key.num_tokens, padding=7.5), tensors)
-        if number < len(endings):
-            paged.end(requests[endings[number]])
-            requests[endings[number]] = paged.begin()
-    assert not any(pages[0].any() for pages in paged.pages())
-
-
-def test_metadata_built_in_inference_mode_serves_outside_of_it() -> None:
-    with torch.inference_mode():
-        paged = Paged(GROUPED)
-        requests = [paged.begin()]
-        step, tensors = paged.grow(requests, [3])
-        paged.attention.build(step, uniform_key(2, 3))
-    metadata = paged.attention.build(step, uniform_key(2, 3))
-    assert_right(run(paged, tensors, metadata, 6, padding=7.5), tensors)
 
 
 def test_no_gradient_reaches_the_cache() -> None:
@@ -173,21 +132,6 @@ def test_a_page_is_used_again_whatever_its_last_owner_left() -> None:
     assert paged.allocator.num_free == 1
 
 
-def test_key_metadata() -> None:
-    """Unused requests, padded tokens and pages behind the last."""
-    paged = Paged(GROUPED, page_size=8)
-    step = PagedRequests([2, 2], [9, 2], [[5, 3, 7], [4]])
-    metadata = paged.attention.build(step, uniform_key(4, 2, 16))
-    layout = metadata.layout
-    assert (layout.num_tokens, layout.num_reqs, layout.query_len, layout.max_seq_len) == (8, 4, 2, 16)
-    assert metadata.block_tables.tolist() == [[5, 3], [4, 0], [0, 0], [0, 0]]
-    assert metadata.seq_lens.tolist() == [9, 2, 0, 0]
-    assert metadata.query_start_loc.tolist() == [0, 2, 4, 4, 4]
-    assert metadata.slot_mapping.tolist() == [47, 24, 32, 33, 8, 9, 10, 11]
-    assert metadata.slot_mapping.dtype is torch.int64
-    assert metadata.block_tables.dtype is metadata.seq_lens.dtype is metadata.query_start_loc.dtype is torch.int32
-
-
 def test_arrays_do_as_well_as_lists() -> None:
     paged = Paged(GROUPED, page_size=8)
     table = np.array([[5, 3, 7], [4, 99, -1]], dtype=np.int32)
@@ -229,15 +173,6 @@ def test_examples_fill_their_key_and_write_no_live_page(
         outs = run(paged, [tensors, tensors], paged.attention.build(example, built_for), num_tokens)
         assert all(out.isfinite().all() for out in outs)
     assert not any(pages.any() for pages in live)
-
-
-def test_support_splitting_and_extra() -> None:
-    paged = Paged(GROUPED)
-    assert paged.attention.support is AttentionSupport.UNIFORM_BATCH
-    assert paged.attention.splitting_ops == ("graphpass::paged_attention",)
-    assert paged.attention.extra(PagedRequests([1, 1], [7, 12], [[2], [3]])) == (("max_seq_len", 12),)
-    ((_, of_array),) = paged.attention.extra(PagedRequests([1, 1], np.array([7, 12]), [[2], [3]]))
-    assert type(of_array) is int, "it stands in a key"
 
 
 ERRORS: dict[str, tuple[PagedRequests, BatchDescriptor | None]] = {
@@ -350,37 +285,3 @@ def test_pages_are_allocated_and_freed() -> None:
 def test_sizes_that_cannot_be(make: Callable[[], object]) -> None:
     with pytest.raises(OptionError):
         make()
-
-
-def test_a_recorded_op_follows_its_refilled_metadata() -> None:
-    """On the tape: the step is prepared inside of the recording, once for all layers."""
-    paged = Paged(GROUPED)
-    requests = [paged.begin() for _ in range(3)]
-    run_eager(paged, requests, [7, 2, 4])
-    key = uniform_key(4, 1, 24)
-
-    def layers(q0: Any, k0: Any, v0: Any, q1: Any, k1: Any, v1: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        outs = torch.zeros_like(q0), torch.zeros_like(q1)
-        scale = paged.heads.scale
-        torch.ops.graphpass.paged_attention(q0, k0, v0, outs[0], 0, scale, -1)
-        torch.ops.graphpass.paged_attention(q1, k1, v1, outs[1], 1, scale, -1)
-        return outs
-
-    with gp.GraphRuntime() as runtime, torch.inference_mode():
-        wrapper = gp.CUDAGraphWrapper(layers, FULL, runtime=runtime, name="layers")
-
-        def replay(step: PagedRequests, tensors: Sequence[StepTensors]) -> Any:
-            flat = [Paged.padded(t, 4, 7.5) for layer in tensors for t in (layer.query, layer.key, layer.value)]
-            metadata = paged.attention.build(step, key)
-            with gp.set_forward_context(metadata, runtime_mode=FULL, batch_descriptor=key):
-                return wrapper(*flat)
-
-        example = paged.attention.example(key, query_len=1)
-        rows = StepTensors(*(paged.random(4, n, 16) for n in (4, 2, 2, 4)))
-        with runtime.capturing():
-            replay(example, [rows, rows])
-        for count in (3, 2, 3):
-            step, tensors = paged.grow(requests[:count], [1] * count)
-            assert_right(replay(step, tensors), tensors)
-        (counts,) = runtime.counts().values()
-        assert (counts.captured, counts.replayed) == (1, 4)

@@ -15,7 +15,7 @@ from graphpass.compat.operators import PackedSequences
 from graphpass.report import KernelUse
 from graphpass.text import LayerMask, PagedAttention, PagedLayer
 from graphpass.text.paged import kernels, kvcache, pagedattention
-from graphpass.text.paged.kernels import kernels_of, masked_attention, write_fault
+from graphpass.text.paged.kernels import kernels_of, write_fault
 from tests.unit.text.paged_reference import Heads, Paged, assert_right, attend_by, kind_of, reference, run, uniform_key
 from tests.unit.text.test_paged_attention import PLAIN_HEADS, STEPS
 
@@ -320,18 +320,3 @@ def test_the_gpu_and_this_torch_are_asked(gpu: pytest.MonkeyPatch) -> None:
     choice = chosen(page_size=64)
     assert choice[:2] == (True, False)
     assert why(choice, IN_PLACE) == "it attends to wrong keys"
-
-
-def test_scores_of_either_kind_agree_with_scaled_dot_product_attention() -> None:
-    """A cap far above the scores and sinks far below them change nothing; the kernels are different ones."""
-    seeded = torch.Generator().manual_seed(0)
-    query, keys, values = (
-        torch.randn(shape, generator=seeded) for shape in ((3, 2, 8, 16), (3, 2, 9, 16), (3, 2, 9, 5))
-    )
-    bias = torch.zeros(3, 1, 8, 9).masked_fill_(torch.rand(3, 1, 8, 9, generator=seeded) < 0.3, -torch.inf)
-    bias[..., 0] = 0.0
-    plain = masked_attention(query, keys, values, bias, 0.25)
-    for scores in ({"softcap": 1e4}, {"sinks": torch.full((8,), -100.0)}):
-        torch.testing.assert_close(
-            masked_attention(query, keys, values, bias, 0.25, **scores), plain, rtol=1e-4, atol=1e-5
-        )

@@ -212,24 +212,3 @@ def test_what_a_layer_asks_for_in_vain_is_refused(change: dict[str, Any], error:
     }
     with pytest.raises(error):
         function(**{**arguments, **change})
-
-
-def test_a_layer_whose_scale_the_user_has_turned_off_is_not_scaled() -> None:
-    """Paged attention turns it off as well, in favour of the op; the next one knows which of the two it was."""
-    model = stock("Llama4Text")
-    sizes: dict[str, Any] = {
-        "num_pages": 20,
-        "page_size": 4,
-        "max_num_reqs": 4,
-        "max_num_tokens": 40,
-        "max_seq_len": 32,
-    }
-    scaled = [layer.query_scale for layer in PagedAttention.for_model(model, **sizes).cache.layers if layer]
-    assert any(scale is not None for scale in scaled)
-    again = [layer.query_scale for layer in PagedAttention.for_model(model, **sizes).cache.layers if layer]
-    assert again == scaled
-    for module in model.modules():
-        if hasattr(module, "attn_temperature_tuning"):
-            module.attn_temperature_tuning = False
-    now = [layer.query_scale for layer in PagedAttention.for_model(model, **sizes).cache.layers if layer]
-    assert set(now) == {None}

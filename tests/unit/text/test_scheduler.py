@@ -109,45 +109,6 @@ def test_decode_steps_repeat_until_a_row_leaves() -> None:
     assert [len(plan.requests) for plan in plans] == [2, 2, 2, 1, 1]
 
 
-def test_a_prompt_of_single_tokens_keeps_the_step_from_repeating() -> None:
-    scheduler = make_scheduler(reqs=3, tokens=3)
-    scheduler.add(make_request("a", 1, 9))
-    scheduler.add(make_request("b", 1, 9))
-    scheduler.plan()
-    scheduler.add(make_request("c", 3, 3))
-    plans = [scheduler.plan() for _ in range(5)]
-    last_rows = [rows_of(plan)[-1] for plan in plans if plan]
-    assert last_rows == [("c", 1, 1), ("c", 1, 2), ("c", 1, 3), ("c", 1, 4), ("c", 1, 5)]
-    assert [plan.same_rows for plan in plans if plan] == [False, False, False, True, True]
-
-
-def test_a_request_waits_until_all_its_pages_are_free() -> None:
-    scheduler = make_scheduler(num_pages=4)
-    scheduler.add(make_request("a", 4, 4))  # 2 pages
-    scheduler.add(make_request("b", 8, 4))  # 3 pages
-    scheduler.add(make_request("c", 1, 1))  # 1 page, but b came first
-    plans = run_all(scheduler)
-    admitted = [sorted({request.name for request in plan.requests}) for plan in plans]
-    assert admitted == [["a"], ["a"], ["a"], ["a"], ["b"], ["b", "c"], ["b"], ["b"]]
-    assert not scheduler.has_work()
-
-
-def test_requests_can_be_removed_in_every_state() -> None:
-    scheduler = make_scheduler(reqs=1)
-    running, waiting = make_request("a", 4, 8), make_request("b", 4, 8)
-    scheduler.add(running)
-    scheduler.add(waiting)
-    scheduler.plan()
-    scheduler.finish(waiting)
-    assert scheduler.has_work()
-    scheduler.finish(running)
-    assert not scheduler.has_work(), "the waiting request is gone"
-    scheduler.add(make_request("c", 4, 8))
-    scheduler.close()
-    assert not scheduler.has_work()
-    assert scheduler.plan() is None
-
-
 @pytest.mark.parametrize(
     ("prompt", "max_new", "error", "words"),
     [

@@ -17,12 +17,10 @@ from graphpass.errors import OptionError
 from graphpass.text import Generation, NgramDrafter, Request
 from graphpass.text.scheduler import Ints, Scheduler
 from tests.unit.text.known_model import (
-    ARRIVALS,
     MAX_LENGTH,
     REQUESTS,
     TOKENS,
     VOCABULARY,
-    check_arrivals,
     collect,
     continued,
     generate,
@@ -86,13 +84,6 @@ def test_texts_are_those_of_each_request_alone(
     assert model.all_pages_are_free
 
 
-@given(model=MODELS, seed=st.integers(0, 1 << 30), **ARRIVALS)
-def test_requests_come_and_go(model: Any, seed: int, **arrivals: Any) -> None:
-    drafter = Asked(model.query_len - 1, varying(random.Random(seed)))
-    stats = check_arrivals(model, **arrivals, drafter=drafter)
-    assert stats.num_accepted <= stats.num_drafted == drafter.num_proposed
-
-
 PROMPT = [5, 6, 7, 8, 9]
 
 
@@ -136,19 +127,6 @@ def test_without_decode_graphs_nothing_is_filled() -> None:
     model = make_model(3, mode="PIECEWISE", max_num_tokens=16)
     served(model, Asked(3, nothing), [PROMPT, [1]], [4, 4])
     assert model.batches == [[5, 1], [1, 1], [1, 1], [1, 1]]
-
-
-@pytest.mark.parametrize("at", range(7))
-@pytest.mark.parametrize("drafter", [right, wrong])
-def test_an_end_token_among_guesses_ends_its_request(at: int, drafter: Propose) -> None:
-    model = make_model(3, max_num_reqs=1, max_num_tokens=8)
-    texts = [continued(prompt, 12, []) for prompt in (PROMPT, [1])]
-    end = texts[0][at]
-    found, stats = served(model, Asked(3, drafter), [PROMPT, [1]], [12, 12], eos_token_id=end)
-    assert found == [continued(prompt, 12, [end]) for prompt in (PROMPT, [1])]
-    assert len(found[0]) == at + 1
-    assert stats.num_tokens == sum(map(len, found))
-    assert model.all_pages_are_free
 
 
 def test_tokens_behind_an_end_token_are_not_accepted() -> None:
@@ -298,16 +276,6 @@ def test_an_index_goes_with_its_request() -> None:
     del request
     gc.collect()
     assert len(drafter._indexes) == 0
-
-
-def test_each_new_token_costs_the_same_whatever_the_length() -> None:
-    drafter, request = NgramDrafter(), Request.of("a", [1], 1)
-    text = np.arange(50_000, dtype=np.int64) % 911
-    drafter.propose(request, text[:-2], 1)
-    _, following = drafter._indexes[request]
-    before = dict(following)
-    drafter.propose(request, text[:-1], 1)
-    assert sum(place != before.get(gram) for gram, place in following.items()) == 3
 
 
 @pytest.mark.parametrize("lengths", [(3, 0), (0, 0), (1, 2), (True, True), (2.0, 1)])
