@@ -2,10 +2,7 @@
 
 It takes concatenated sequences, described by their pieces (Note [Pieces of sequences] in docs/design), and reads no
 device data on the host. On CUDA in half precision it is torch's flash attention, otherwise one
-``scaled_dot_product_attention`` with a block-diagonal mask.
-
-It is registered with transformers. The configuration of the calling layer says whether it is flash attention:
-:func:`use_packed_attention` writes it into that of an adapter's copy.
+``scaled_dot_product_attention`` with a block-diagonal mask; the configuration of the calling layer says which.
 """
 
 from __future__ import annotations
@@ -66,7 +63,7 @@ def pieces_of(lengths: npt.ArrayLike) -> Pieces:
 
 
 def most_pieces(num_sequences: int, num_rows: int, longest: int) -> int:
-    """The most pieces, the unused one included."""
+    """The unused one included."""
     cut = 0 if longest <= PIECE_LENGTH else num_rows // PIECE_LENGTH
     return num_sequences + cut + 1
 
@@ -146,7 +143,7 @@ def use_packed_attention(module: torch.nn.Module) -> None:
 
 
 def kernel_of(module: torch.nn.Module) -> KernelUse:
-    """The kernel of a module's packed attention, and what a faster one needs."""
+    """The kernel of packed attention, and what a faster one needs."""
     weight, reason = next(module.parameters()), getattr(_configs(module)[0], _WHY_NOT_FLASH)
     if reason is None:
         return KernelUse("flash attention over packed images", "all items", "it needs no mask")

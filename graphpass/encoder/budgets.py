@@ -186,15 +186,16 @@ class EncoderLadder:
             items = self.model.get_encoder_example_items(key, self.device, self.dtype, num_items)
             specs = checked_specs(self.model.get_encoder_cudagraph_item_specs(items), self.config)
             load, replay = Load.of(specs), partial(graphs.replay, key, items)
-            eager: Callable[[], object] = partial(eager_outputs, self.model, items)
+            eager: Callable[[], object] = partial(self.model.encoder_eager_forward, items)
         else:
             graphs.fill_with_example(key)
             load, replay = Load(key.tokens, key.items, 0.0), partial(graphs.run, key)
-            eager = partial(graphs.run_eagerly, key)
+            eager = partial(self.model.encoder_cudagraph_forward, graphs.buffers.of(key), key)
 
         def eager_if_there_is_memory() -> object:
             try:
-                return eager()
+                with set_forward_context():
+                    return eager()
             except torch.OutOfMemoryError:
                 self.notes.warn(
                     "no memory for an eager call beside the graphs: it is not chosen",
@@ -257,11 +258,6 @@ class EncoderGraphs:
         context = ForwardContext(None, CUDAGraphMode.FULL, key.descriptor, None, None, None, None, None)
         with entered(context):
             return _outputs_of(self._wrapper.call_flat(context, (key, *self.buffers.of(key).values())))
-
-    def run_eagerly(self, key: EncoderGraphKey) -> EncoderOutput:
-        """Run the forward of ``key`` eagerly over its buffers."""
-        with set_forward_context():  # compiled code neither captures nor replays graphs
-            return self._ladder.model.encoder_cudagraph_forward(self.buffers.of(key), key)
 
     def close(self) -> None:
         """Release everything."""

@@ -1,8 +1,7 @@
 """Costs of replays and eager calls, measured once after the capture (docs/encoder_packing.md).
 
-The cost of a call is that of its size, plus what each of its items adds: a constant, and attention over the patches of
-each of its frames, proportional to their square. The two coefficients are fitted to calls of equal size and different
-items (least squares).
+The cost of a call is that of its size, plus what each of its items adds: a constant, and attention, proportional to the
+square of each frame's patches. The two coefficients are fitted to calls of equal size and different items.
 
 A plan contains every item once. So the planner only needs what an item adds to an eager call beyond what it adds to a
 replay: :attr:`EncoderCosts.surcharges`.
@@ -11,6 +10,7 @@ replay: :attr:`EncoderCosts.surcharges`.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,10 +44,7 @@ class PackingCosts:
 
 
 def eager_curve(sizes: Sequence[int], seconds: Sequence[float]) -> TokenCosts:
-    """The duration of eager calls, from that of ascending ``sizes`` in output tokens.
-
-    It is linear between these, constant below the smallest, because of launches, and proportional above the largest.
-    """
+    """Durations of eager calls: linear between ``sizes``, constant below (launches), proportional above."""
 
     def curve(tokens: Ints) -> Floats:
         return np.interp(tokens, sizes, seconds) * np.maximum(1, tokens / sizes[-1])
@@ -68,7 +65,7 @@ class ItemCosts:
         return found
 
     def of_call(self, load: Load) -> float:
-        """Of all items of a call."""
+        """Of a call."""
         return self.each_s * load.items + self.square_s * load.squares
 
 
@@ -124,10 +121,8 @@ def one_by_one(eager: Callable[[int], float]) -> TokenCosts:
     return costs
 
 
-def replay_cost(budget: int, cost: PackingCosts | None) -> float:
-    """The cost of a replay of ``budget``; 0 without costs."""
-    if cost is None:
-        return 0.0
+def replay_cost(budget: int, cost: PackingCosts) -> float:
+    """The cost of a replay of ``budget``."""
     if budget not in cost.replay or not 0 <= cost.replay[budget] < math.inf:
         raise EncoderConfigError(
             f"budget {budget} has no cost",
@@ -158,24 +153,19 @@ def measured_costs(
             by_axes.setdefault(key.axes, []).append(key)
         # An eager call does not depend on bounds of axes: only the ladder with the largest budget is measured.
         largest = max(by_axes.values(), key=lambda ladder: ladder[-1].tokens)
-        sizes = spread(largest, _TIMED_SIZES)
-        eagerly = spread(sizes, _TIMED_EAGERLY)
+        eagerly = spread(spread(largest, _TIMED_SIZES), _TIMED_EAGERLY)
         replays: list[_Timed] = []
         eager_calls: list[_Timed] = []
-        for key in sizes:
+        for key in itertools.chain.from_iterable(spread(ladder, _TIMED_SIZES) for ladder in by_axes.values()):
             load, replay, run_eagerly = example_of(key, None)
             replays.append((key, load, _seconds(replay, device)))
             if key in eagerly:
                 eager_calls.append((key, load, _eager_seconds(run_eagerly, device)))
         more_replays, more_eager_calls = _timed_with_other_items(eager_calls, example_of, device)
         of_replay, of_eager = _fitted([*replays, *more_replays]), _fitted([*eager_calls, *more_eager_calls])
-        for ladder in by_axes.values():
-            timed = replays
-            if ladder is not largest:
-                examples = ((key, example_of(key, None)) for key in spread(ladder, _TIMED_SIZES))
-                timed = [(key, load, _seconds(replay, device)) for key, (load, replay, _) in examples]
-            seconds = [max(0.0, all_s - of_replay.of_call(load)) for _, load, all_s in timed]
-            known = np.interp([key.tokens for key in ladder], [key.tokens for key, *_ in timed], seconds)
+        for axes, ladder in by_axes.items():
+            timed = {k.tokens: max(0.0, s - of_replay.of_call(load)) for k, load, s in replays if k.axes == axes}
+            known = np.interp([key.tokens for key in ladder], list(timed), list(timed.values()))
             replay_s |= zip(ladder, known.tolist(), strict=True)
         eager[group] = _curve(eager_calls, of_eager)
         surcharges[group] = ItemCosts(of_eager.each_s - of_replay.each_s, of_eager.square_s - of_replay.square_s)
@@ -211,7 +201,7 @@ def _timed_with_other_items(
 
 
 def _fitted(timings: Sequence[_Timed]) -> ItemCosts:
-    """What items add, from the differences between loads of equal keys; 0 where these do not say."""
+    """What items add, from the differences between loads of equal keys, else 0."""
     finite = [timing for timing in timings if timing[2] < math.inf]
     keys = [key for key, *_ in finite]
     table = np.array([(load.items, load.squares, seconds) for _, load, seconds in finite]).reshape(-1, 3)

@@ -24,18 +24,17 @@ class EncoderStats:
     requests: int  #: calls of ``execute``
     hits: int  #: items encoded by a replay; items of no tokens are neither hits nor misses
     misses: int  #: items encoded eagerly
-    eager_calls: int  #: number of eager calls
+    eager_calls: int
     eager_tokens: int  #: output tokens of the items that were encoded eagerly
     replays: int  #: replays of all graphs, also of those released since
     replayed_tokens: int  #: output tokens of the items that were encoded by replays
     computed_tokens: int  #: output tokens of all replays, padding included
     budgets: tuple[Traffic, ...]  #: use of the current graphs, the largest budget first
-    #: {output tokens of a replayed batch: number of such batches}, ascending. :func:`graphpass.plan_sizes` computes
-    #: budgets from it.
+    #: {output tokens of a replayed batch: number of batches}, from which :func:`graphpass.plan_sizes` computes budgets
     histogram: Mapping[int, int]
-    #: {setting that differs from the capture: requests since then that ran eagerly because of it}
+    #: {setting that differs from the capture: requests that ran eagerly because of it}
     other_settings: Mapping[str, int]
-    #: (key, reason) of keys whose capture failed or that did not fit into ``max_pool_bytes``
+    #: (key, reason) of keys without a graph
     failed: tuple[tuple[EncoderGraphKey, Reason], ...]
     pool_bytes: int  #: size of the graph pool; 0 on the CPU tape
     buffer_bytes: int  #: size of the input buffers of graphs

@@ -303,7 +303,7 @@ class EncoderCudaGraphManager:
 
     @property
     def buffers(self) -> Buffers:
-        """{name: flat memory of the buffer}, which every replay overwrites; empty before the capture."""
+        """{name: flat memory}, which every replay overwrites; empty before the capture."""
         return {} if self._captured is None else self._captured.graphs.buffers.tensors
 
     def get_cumulative_stats(self) -> EncoderStats:
@@ -311,7 +311,7 @@ class EncoderCudaGraphManager:
         return EncoderStats.of(self._ledger, self._captured)
 
     def report(self) -> Report:
-        """What is slow or missing, which budgets replay, where padding goes, and what it costs; ``print`` it."""
+        """What is slow or missing, which budgets replay, and where padding goes; ``print`` it."""
         graphs = None if self._captured is None else self._captured.graphs.runtime
         name, is_enabled = type(self.model).__name__, self._options.enable
         stats, adapts = self.get_cumulative_stats(), bool(self._recurring())

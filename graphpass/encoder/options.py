@@ -36,11 +36,11 @@ class EncoderOptions:
     #: limit on the size of the graph pool; keys that would exceed it get no graph. None: no limit.
     max_pool_bytes: int | None = None
     #: maximum number of items in one replay, at most the smallest items that the largest budget holds, and at most the
-    #: tokens of the smallest of ``token_budgets``. None: the model's limit, or 32. Each budget has room for at most as
-    #: many items as it holds of the smallest items.
+    #: tokens of the smallest of ``token_budgets``. None: the model's limit, or 32. A budget has room for as many as it
+    #: holds of the smallest items.
     max_items_per_batch: int | None = None
     #: maximum number of frames in one replay, for models that count frames. None: the model's limit; below the largest
-    #: budget also at most as many frames as the budget has room for smallest items.
+    #: budget at most as many as it holds of the smallest items.
     max_frames_per_batch: int | None = None
     compile: bool | None = None  #: compile the encoder before the capture. None: compile if the model can be compiled.
     #: ``inductor``, ``aot_eager`` or ``eager``. None: ``inductor`` on a GPU, else ``aot_eager``.
@@ -95,7 +95,7 @@ def _refuse_more_items(max_items: int | None, budgets: Sequence[int], which: int
     most = max(1, budgets[which] // of_tokens)
     if max_items is not None and max_items > most:
         raise EncoderConfigError(
-            f"max_items_per_batch is larger than the {'smallest' if which == 0 else 'largest'} budget",
+            "max_items_per_batch is larger than a budget allows",
             expected=f"at most {most} items of {of_tokens} {'tokens' if of_tokens > 1 else 'token'} in "
             f"{budgets[which]} tokens",
             found=f"max_items_per_batch={max_items}, and budgets from {budgets[0]} to {budgets[-1]} tokens",

@@ -51,7 +51,7 @@ class PackedBatch:
 class RungTable:
     """Finds the cheapest rung for batches; of equal costs, the smallest.
 
-    Of rungs with the same bounds, each limit is at least that of the rung before.
+    The limits of rungs with the same bounds ascend.
     """
 
     def __init__(self, rungs: Sequence[Rung]) -> None:
@@ -84,10 +84,7 @@ class RungTable:
         return found
 
     def farthest(self, sums: Sizes, peaks: Sizes) -> Places:
-        """For each item, the end of the longest batch from it on that fits a rung; at least one item long.
-
-        ``sums`` are prefix sums of the items' sizes.
-        """
+        """For each item, the end of the longest batch from it on that fits a rung, from prefix sums of sizes."""
         count = peaks.shape[1]
         ends = np.arange(1, count + 1)
         for bounds, limits, _ in self._columns:
@@ -119,7 +116,7 @@ def pack_items(
     ladder = sorted(set(budgets))
     positive(max_items, "max_items", error=EncoderConfigError)
     counts = [positive(count, "a token count", at_least=0, error=EncoderConfigError) for count in tokens]
-    table = RungTable([(replay_cost(budget, cost), (budget, max_items), (), budget) for budget in ladder])
+    table = RungTable([(replay_cost(b, cost) if cost else 0.0, (b, max_items), (), b) for b in ladder])
     working = [item for item, count in enumerate(counts) if count]
     sizes = np.array([[counts[item] for item in working], [1] * len(working)], dtype=np.int64)
     if cost is None:
@@ -158,8 +155,8 @@ def plan_cheaply(
 ) -> list[Planned]:
     """The cheapest of three plans: the cheapest cuts, the greedy plan, and eager calls only.
 
-    A batch runs eagerly if that is cheaper than its replay, and eager batches are merged if that is cheaper. An eager
-    call over several items has at most ``max_eager_tokens``. ``surcharges`` are [item], see :class:`EncoderCosts`.
+    A batch runs eagerly, and eager batches are merged, if that is cheaper. An eager call over several items has at most
+    ``max_eager_tokens``. ``surcharges`` are [item], see :class:`EncoderCosts`.
     """
     items = _Items(sizes, peaks, table)
     surcharges = np.zeros(sizes.shape[1]) if surcharges is None else surcharges
@@ -306,8 +303,7 @@ def runs_of(items: Sequence[int]) -> list[tuple[int, int]]:
 class BatchPlanner:
     """Packs items into batches within all limits of the captured keys.
 
-    Without costs it packs greedily. Without keys all items run eagerly, in calls of at most ``max_eager_tokens``, or of
-    one item.
+    Without costs it packs greedily. Without keys all items run eagerly.
     """
 
     def __init__(
@@ -318,7 +314,7 @@ class BatchPlanner:
         max_eager_tokens: int,
     ) -> None:
         self._config, self._costs, self._max_eager_tokens = config, costs, max_eager_tokens
-        # On an axis that rounds up, the index of a value is that of the smallest bound that is at least the value.
+        # On an axis that rounds up, a value has the index of the smallest bound that holds it.
         self._bounds = [
             (place, cast("tuple[int, ...]", axis.values)) for place, axis in enumerate(config.axes) if axis.rounds_up
         ]

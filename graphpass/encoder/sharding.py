@@ -69,9 +69,7 @@ def encoded_by_all(
     agreement: DataParallelAgreement,
     encode: Callable[[Sequence[EncoderItemSpec], Sequence[int]], Outputs],
 ) -> tuple[Sequence[EncoderItemSpec], Outputs]:
-    """Encode this rank's share of the items, and gather the rows of all items. Every rank calls it.
-
-    Each rank encodes all of a small request, and nothing is gathered.
+    """Encode this rank's share of the items, and gather all rows; of a small request all items. Every rank calls it.
 
     Returns the specs, and the outputs. ``like`` are outputs for no items, and ``encode(specs, indices)`` those of the
     items at ``indices``.

@@ -14,15 +14,15 @@ __all__ = ["TowerAdapter", "adapter_for"]
 
 
 def adapter_for(tower: Any, **options: Any) -> SupportsEncoderCudaGraph:
-    """The adapter for a stock tower. An object that implements the encoder protocol itself is returned unchanged.
+    """The adapter for a stock tower. An object that implements the encoder protocol is returned unchanged.
 
     Args:
         tower: a vision tower of transformers, ``model.visual`` or ``model.vision_tower``.
         options: options of :class:`TowerAdapter`.
 
     Raises:
-        EncoderConfigError: the adapter cannot serve the tower, or ``options`` are passed for an object that implements
-            the protocol itself.
+        EncoderConfigError: the adapter cannot serve the tower, or there are ``options`` for an object that implements
+            the protocol.
     """
     if isinstance(tower, nn.Module) and (takes_grids(tower) or hasattr(getattr(tower, "config", None), "image_size")):
         return TowerAdapter(tower, **options)

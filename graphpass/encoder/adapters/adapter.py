@@ -294,7 +294,7 @@ class TowerAdapter(SupportsEncoderCudaGraph):
         return GridItems.of(items, self.row_shape, self._merge if self._has_grids else None)
 
     def _example_grids(self, key: EncoderGraphKey, num_items: int | None = None) -> Iterator[Grid]:
-        """Grids of typical items, or so many, that fill ``key``. Sides between a square and 1 : 4 waste few tokens."""
+        """Grids of typical items, or so many, that fill ``key``, between square and 1 : 4."""
         if not self._has_grids:
             yield from [(1, 1, 1)] * min(key.items, key.tokens // self._each)
             return

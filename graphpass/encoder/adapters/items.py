@@ -29,11 +29,11 @@ class GridItems:
     @classmethod
     def of(cls, items: EncoderItems, row_shape: Sequence[int], merge: int | None) -> Self:
         """Read and check what a processor returned. Without ``merge``, each row is an image."""
-        named = {name: value for name, value in items.items() if value is not None}
         if merge is None:
-            images = named.get("pixel_values")
-            grids = np.ones((len(images) if isinstance(images, torch.Tensor) else 0, 3), dtype=np.int64)
-            named, merge = {"pixel_values": images, "image_grid_thw": grids}, 1
+            images = items.get("pixel_values")
+            table = np.ones((len(images) if isinstance(images, torch.Tensor) else 0, 3), dtype=np.int64)
+            return cls((_checked_rows(images, len(table), row_shape),), table)
+        named = {name: value for name, value in items.items() if value is not None}
         if "grid_thw" in named and "image_grid_thw" not in named:
             named["image_grid_thw"] = named.pop("grid_thw")
         kinds = [kind for kind in _KINDS if not named.keys().isdisjoint(kind)]
