@@ -1,11 +1,9 @@
 """Padded calls, under every front: the buffers that graphs read in place, how they are filled, and how a call runs.
 
-An input has one allocation, as large as its largest size so far, and the buffer of each size is a view of its start.
-Such a buffer has a static address, so no copy to another place follows: filling it writes real entries and padding to
-where the graph reads them.
+An input has one allocation, as large as its largest size so far; the buffer of each size is a view of its start, at a
+static address, so that filling it writes to where the graph reads.
 
-A front (a compiled callable, a manager) looks up what serves calls of one real size once, and :func:`run` serves each
-call of that size: it checks, fills, replays and hands out.
+A front (a compiled callable, a manager) looks up once what serves calls of one real size, and :func:`run` serves each.
 """
 
 from __future__ import annotations

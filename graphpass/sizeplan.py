@@ -1,14 +1,11 @@
 """Chooses the capture sizes that minimize the cost of observed traffic.
 
-A batch is padded to the next rung. So a ladder divides the ascending observed sizes into segments, which run at their
-last size: the work of one is its weight times the cost of that size. The cheapest division into at most k segments is a
-dynamic programme over their ends. Two observations make it exact and fast:
-
-- *Only some sizes can be rungs.* If a larger size costs less, both should run at it, so an optimal ladder has rungs of
-  ascending cost only. Sizes without traffic, or as expensive as the next, only add graphs.
-- *Cuts move one way.* With ascending costs, the best last cut of a longer prefix is never before that of a shorter
-  prefix (the work of segments satisfies the quadrangle inequality), nor before its own with one rung fewer. Each prefix
-  is searched from these cuts on.
+A ladder divides the ascending observed sizes into segments, which run at their last size: the work of one is its weight
+times the cost of that size. The cheapest division into at most k segments is a dynamic programme over their ends. Two
+observations make it exact and fast. Only some sizes can be rungs: those of ascending cost, with traffic. And cuts move
+one way: with ascending costs, the best last cut of a longer prefix is never before that of a shorter prefix (the work
+of segments satisfies the quadrangle inequality), nor before its own with one rung fewer; each is searched from there
+on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Runs the calls of a callable that have no forward context: replays, captures, or runs without a graph.
 
-The first call of a key runs the compiled regions without a graph and warms them up, the second captures, later calls
-replay. What serves a call is looked up by its sizes, see :mod:`cgpass.servedcalls`.
+Why one has no graph is a reason with its remedy. What serves a call is looked up in :mod:`cgpass.servedcalls`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Inputs that the backend appends to the arguments that Dynamo passes.
 
-Dynamo does not pass every tensor that its graph reads: the parameters and the state of an optimizer are attributes of
-the graph module. Each of these becomes a placeholder after Dynamo's own. So all tensors that a graph reads are inputs,
-with the same names, address guards and undo of a capture. The real sizes of padded dimensions follow them, for what
-is made of padding. Before these come the tensors that are made on the CPU ahead of each call.
+The parameters and the state of an optimizer are attributes of the graph module. Each becomes a placeholder after
+Dynamo's own, with a name, an address guard and the undo of a capture. Tensors that are made on the CPU ahead of each
+call follow, and the real sizes of padded dimensions, for what is made of padding.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Runs a region's traced graph in float64, the reference by which tuned variants are judged.
 
-Floating-point tensors become float64 when an operator reads them, and results in narrower types are asked for in
-float64. So float64 copies of parameters live as long as an operator needs them, intermediate results until their last
-use, and copies of written inputs for a whole run. An operator without float64 runs in the types of the traced graph;
-its results become float64 after it.
+Floating-point tensors become float64 when an operator reads them, so that copies of parameters live as long as an
+operator needs them; results in narrower types are asked for in float64. An operator without float64 runs in the types
+of the traced graph.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The check at a key's first padded call: neither the padding's contents nor its presence changes a real entry.
 
-A control replay with equal contents runs first. If its results already differ (atomic additions), the comparison allows
-a multiple of that difference. Then each input without declared padding is replayed with other contents in its padding:
-floats are random numbers, small and large; integers are copies of real entries, so that indices stay valid. So are
-floats, if the model may compute an index from them. A wrong insertion does not depend on contents, so the call is also
-compared with a run without padding, in the graph's own types.
+A control replay with equal contents runs first: a multiple of its difference (atomic additions) is allowed. Then each
+input without declared padding has other contents there: floats are random numbers, small and large; integers are copies
+of real entries, so that indices stay valid, and so are floats of which the model may compute an index. A wrong
+insertion does not depend on contents: the call is also compared with a run without padding, in the graph's own types.
 """
 
 from __future__ import annotations

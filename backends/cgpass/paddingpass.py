@@ -1,7 +1,7 @@
-"""What reads the aten graph of each captured region, and makes its padding neutral before the compiler compiles it.
+"""What reads the aten graph of each captured region, and makes its padding neutral before it is compiled.
 
-A region is decided where it is compiled. The one region of a graph knows what its inputs hold. Of several, each takes
-what other regions made for anything, so equal layers share a decision and an artifact.
+The one region of a graph knows what its inputs hold. Of several, each takes what others made for anything, so equal
+layers share a decision and an artifact.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """What serves the calls of one callable that have no forward context: key, padded inputs and cuts, by their sizes.
 
-A size whose padding cannot change real entries is rounded up to the next size of its ladder: the graph's inputs are
-padded and its outputs cut. Dynamo has already run the user's Python with the unpadded tensors, so the user's code never
-sees padding.
+The graph's inputs are padded and its outputs cut; Dynamo has already run the user's Python with the unpadded tensors.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""``compare=True``: eager runs of a region beside its graph.
+"""``compare=True``: eager runs of a region beside its graph, on copies of the tensors that it writes.
 
-Every replay is compared with an eager run of the same code, on copies of the tensors that it writes.
-There are two comparisons, both in the order in which regions run. A compiled region must return what its traced graph
-returns for the same inputs; a difference is the compiler's fault. A replay must return what the compiled code returns
-without a graph; a difference is the capture's fault.
+Two comparisons are made in the order of the regions. A compiled region must return what its traced graph returns; a
+difference is the compiler's fault. A replay must return what the compiled code returns without a graph; a difference is
+the capture's fault.
 """
 
 from __future__ import annotations

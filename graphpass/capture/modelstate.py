@@ -1,11 +1,11 @@
 """The state of a model: whether it is the one of the capture, and how a capture leaves it unchanged.
 
-A replay does not evaluate Dynamo's guards. The comparison of settings of torch, parameters, buffers, submodules and
-layouts (:class:`ModelState`) replaces them. Other attributes, hooks and the lengths of lists are not compared: after
-such a change the user has to capture again.
+A replay evaluates no guards of Dynamo. The comparison of settings, parameters, buffers, submodules and layouts
+(:class:`ModelState`) replaces them; after a change of other attributes, hooks or lengths of lists the user has to
+capture again.
 
-A capture calls the model, so a model that counts its calls would count captures. :class:`PythonState` restores the
-Python attributes of modules; :mod:`graphpass.capture.settings` restores tensors and torch's random numbers.
+A model that counts its calls would count captures: :class:`PythonState` restores its attributes, and
+:mod:`graphpass.capture.settings` tensors and random numbers.
 """
 
 from __future__ import annotations

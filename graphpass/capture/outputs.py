@@ -1,10 +1,9 @@
 """Builds the outputs of a replay: clones or views of pool memory, and views of the caller's tensors.
 
-Capture classifies each output once. An output in the memory of an input becomes a view of the tensor that the caller
-passed in this call. An output in the pool is cloned or returned as it is. Other values (numbers, None) are constants.
+Capture classifies each output once: in the memory of an input, in the pool, or a constant (numbers, None).
 
-A later replay overwrites pool memory, and views of it become stale. To show this, the tape fills stale outputs with
-values that cannot pass for results, and ``compare`` reports views that are still alive.
+A later replay overwrites pool memory. To show it, the tape fills stale outputs with values that cannot pass for
+results, and ``compare`` reports views that are still alive.
 """
 
 from __future__ import annotations

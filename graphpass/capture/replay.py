@@ -1,10 +1,8 @@
-"""One replay, in the order in which it happens: find, check, copy in, launch, copy back, hand out.
+"""One replay, in the order in which it happens: find, check, copy in, launch, copy back.
 
-A wrapper finds the entry of a call by descriptor and arguments (:class:`EntryTable`). Static inputs are compared by
-address, see Note [Address rule] in docs/design; copied inputs by the way they share memory, see Note [Alias patterns].
-The entry's plan then checks arguments and context, copies the inputs into buffers and launches the graph
-(:class:`ReplayPlan`, Note [Why a plan]). A compiled callable joins the plans of its regions to one. What is handed out
-is in :mod:`graphpass.capture.outputs`.
+A wrapper finds the entry of a call by descriptor and arguments (:class:`EntryTable`): static inputs by address, see
+Note [Address rule] in docs/design; copied ones by the way they share memory, see Note [Alias patterns]. The entry's
+plan does the rest (:class:`ReplayPlan`, Note [Why a plan]). A compiled callable joins the plans of its regions.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Static input buffers: memory of graphpass, outside the pool; inputs are copied into it before a replay.
+"""Static input buffers outside the pool, into which inputs are copied before a replay, and their layouts.
 
-A graph reads fixed addresses, so every input without a static address needs a buffer. Inputs that share a storage
-share one buffer, see Note [Alias patterns] in docs/design. This file has the buffers, the layouts of views over them,
-and copies in few kernel launches.
+Inputs that share a storage share one buffer, see Note [Alias patterns] in docs/design.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The CPU tape: a captured region as a list of ops at fixed addresses, replayed without the region's Python.
 
-It is the device of a machine without a GPU, and it is as strict as a GPU. It refuses what CUDA capture refuses (host
-reads, data-dependent shapes), freezes Python state at recording, and fills outputs with NaN where a replay on a GPU
-would overwrite them in the shared pool. So a test on any machine catches an error that a GPU does not report.
+It is as strict as a GPU: it refuses what CUDA capture refuses (host reads, data-dependent shapes), freezes Python
+state, and fills outputs with NaN where a replay on a GPU would overwrite them. So a test on any machine catches an
+error that a GPU does not report.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """The structural key of a region: regions with equal keys can share one artifact.
 
-Regions of identical decoder layers differ in names only. The key has everything that a compiler may depend on and
-nothing else: ops with their constants, the layout of every input and output, which inputs share memory, and the facts
-about each symbol. Symbols are renamed in order of first use, so regions over ``s0`` and over ``s7`` have equal keys if
-the same facts hold for both symbols.
+The key has everything that a compiler may depend on, and no names: ops with their constants, the layout of every input
+and output, which inputs share memory, and the facts about each symbol. Symbols are renamed in order of first use.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tuning by measurement: variants of a region are timed inside graphs, and the fastest that agrees is kept.
 
-A variant is the region compiled with other settings of Inductor. No setting is good for every model, so each is tried
-in turn, together with those that were kept before it. A region is tuned in the warm-up of a capture, on the arguments
-of that call, once for each range of sizes; regions of one structure share what was found.
+A variant is compiled with another setting of Inductor, beside those that were kept before it. A region is tuned in the
+warm-up of a capture, on the arguments of that call, once for each range of sizes; regions of one structure share what
+was found.
 """
 
 from __future__ import annotations

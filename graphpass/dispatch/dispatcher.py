@@ -1,8 +1,8 @@
 """The dispatcher: from a batch to the key that replays it.
 
-Only the dispatcher's keys decide which graphs may replay. A decision tries FULL for uniform decode, FULL for mixed
-batches and PIECEWISE, in this order, and takes the smallest key that fits the batch. If no graph can replay, the
-decision's reason says why. Batches between the same sizes of keys get the same answer, which is remembered.
+A decision tries FULL for uniform decode, FULL for mixed batches and PIECEWISE, in this order, and takes the smallest
+key that fits the batch; or its reason says why no graph can replay. It is remembered for batches between the same sizes
+of keys.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Size grids: the named ladders of a dispatcher, and the descriptor for each combination of their sizes.
 
-A list of token counts is a grid with the single field ``num_tokens``. With several fields, a descriptor's
-``num_tokens`` is the product of its fields, unless ``num_tokens`` is a field itself (a bucketed maximum length besides
-a token count, for example). The field ``num_reqs`` is the descriptor's attribute; all other fields are in ``extra``.
-PIECEWISE keys have no ``num_reqs``: if it is a factor of the product, division gives it back, so the key still names
-one shape; besides a ``num_tokens`` field it is in ``extra``.
+A list of token counts is a grid with the single field ``num_tokens``. Of several fields, a descriptor's ``num_tokens``
+is the product, unless one is ``num_tokens`` itself (beside a bucketed maximum length, say). ``num_reqs`` is the
+descriptor's attribute; all other fields are in ``extra``. PIECEWISE keys have no ``num_reqs``: if it is a factor of the
+product, division gives it back; besides a ``num_tokens`` field it is in ``extra``.
 """
 
 from __future__ import annotations

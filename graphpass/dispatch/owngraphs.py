@@ -1,10 +1,10 @@
 """Which padded sizes get graphs of their own, when, and what these may cost: for callables, managers and encoders.
 
-A size starts under padding, because a few graphs then serve many sizes. A callable decides by itself, see
-:class:`RecurringSizes`: each replay at a larger key costs the time at the key minus the time at the size. Once that has
-cost as much as a capture, a capture costs at most twice the best choice in hindsight; and before that, captures are
-made as long as all of them take a small share of the time spent. Managers and encoders capture when asked, the sizes
-that are :func:`due`. A graph is kept if it :func:`is_faster`, and within one bound of bytes, see :class:`OwnGraphs`.
+A callable decides by itself, see :class:`RecurringSizes`: each replay at a larger key costs the time at the key minus
+the time at the size. Once that has cost as much as a capture, a capture costs at most twice the best choice in
+hindsight; before that, captures are made as long as all of them take a small share of the time spent. Managers and
+encoders capture when asked, the sizes that are :func:`due`. A graph is kept if it :func:`is_faster`, and within one
+bound of bytes, see :class:`OwnGraphs`.
 
 Times are seconds, or rows where nothing is timed (the CPU tape).
 """

@@ -1,9 +1,8 @@
 """Python floats as tensors: a float that varies from call to call is an input of the graph, not a constant in it.
 
-Dynamo passes such a float as a 0-d float64 tensor and reads it back with ``item()``. A graph would record the number
-that was read. So what is computed with the number is computed with the tensor instead, in the type in which torch
-computes with a Python number, and gives the same result. Where an operator takes numbers only, the float becomes a
-constant, and Dynamo compiles each of its values apart.
+Dynamo passes such a float as a 0-d float64 tensor and reads it back with ``item()``, which a graph would record. What
+is computed with the number is computed with the tensor, in the type in which torch computes with a number. Where an
+operator takes numbers only, Dynamo compiles each value apart.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tensors that a graph makes on the CPU from sizes and copies to its device: they become inputs, made before each call.
 
-``torch.arange(n)`` on the CPU, what is computed from it and the copy would each cut the graph. On the device floats
-may round otherwise (a logarithm does), so the same operators stay on the CPU, and the padding of the copy is that of
-any input. Random draws that nobody reads come along, so the CPU's generator advances as it did.
+``torch.arange(n)`` on the CPU, what is computed from it and the copy would each cut the graph. On the device floats may
+round otherwise, so the operators stay on the CPU. Random draws that nobody reads come along, so that the CPU's
+generator advances as it did.
 """
 
 from __future__ import annotations

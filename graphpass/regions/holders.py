@@ -3,10 +3,9 @@
 Each entry of a list becomes an input. Compiled autograd passes the list itself, which the callee empties so that an
 entry can be freed while the graph runs.
 
-Each wrapper becomes the tensors in it, named by their path (``layers.0.weight.qdata``), and one call that makes the
-wrapper again, which each region repeats where it uses the wrapper. So no wrapper passes from region to region, or
-leaves the graph, and all that follows sees plain tensors. Nested tensors (``torch.jagged``) stay: Python code chooses
-what is done to each of theirs.
+Each wrapper becomes the tensors in it, named by their path (``layers.0.weight.qdata``), and one call that makes it
+again in each region that uses it: none passes from region to region. Nested tensors (``torch.jagged``) stay: Python
+code chooses what is done to each of theirs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Attention masks that hide nothing, left out of a graph.
 
-A Transformers model that is called without a mask makes one of its own under a trace, ``arange(length) >= 0`` along the
-queries, which it leaves out when it runs eagerly. No fused kernel of a GPU takes it, because its rows are not
-contiguous, so attention would run in its parts, in float32.
+Under a trace a Transformers model without a mask makes one, ``arange(length) >= 0`` along the queries, which it leaves
+out when it runs eagerly. No fused kernel of a GPU takes it, as its rows are not contiguous.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A manager's persistent input buffers: one per input, as large as the largest batch, shared by all sizes.
 
-A key reads the first entries of each buffer. All entries after the real ones are padding: if a batch is smaller than
-the one before, the surplus entries are overwritten with padding.
+A key reads the first entries of each. All after the real ones are padding, also where a larger batch was before.
 """
 
 from __future__ import annotations

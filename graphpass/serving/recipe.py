@@ -1,10 +1,9 @@
 """The recipe of a model's result: how flat outputs at padded sizes become the result at real sizes.
 
-Graphs return flat tensors at padded sizes. The symbols of the graphs tell which dimension of a tensor has the size of
-which key field: they are followed from the manager's inputs through every graph that a run entered. They tell also
-that the model mixes the tokens or requests of a batch, which is refused: a batch packs the tokens of many requests into
-one row, with padding behind them. The ops that the attention declares know the request of each token, so they may
-combine tokens. In any other op the result of a request would depend on the other requests and on the padding.
+The symbols of the graphs tell which dimension of a tensor has the size of which key field: they are followed from the
+manager's inputs through every graph that a run entered. They tell also that the model mixes the tokens or requests of a
+batch, which is refused, but for the ops that the attention declares: a batch packs the tokens of many requests into one
+row, with padding behind them.
 """
 
 from __future__ import annotations

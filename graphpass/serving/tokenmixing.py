@@ -1,8 +1,4 @@
-"""The proof that tokens stay apart in a model that runs uncompiled.
-
-To compile a model for any number of tokens takes most of a start. A trace of its eager operators takes a fraction of
-that, and shows a proof as much as the graph of a compiler.
-"""
+"""The proof that tokens stay apart in a model that runs uncompiled: by a trace, a fraction of a start."""
 
 from __future__ import annotations
 
