@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -279,33 +279,16 @@ def prefix(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 # -- a call ------------------------------------------------------------------------------------------------------------
 
 
-class FilledInputs(Protocol):
-    """The inputs of a key, for calls of one real size."""
-
-    def placed(self, given: Any) -> list[Any]:
-        """The graph's flat arguments: the key's buffers, and what is not padded."""
-
-    def fill(self, given: Any) -> None:
-        """Copy what a call has given into the buffers, and fill the padding."""
-
-
-class Results(Protocol):
-    """What becomes of a graph's flat outputs at a key's size, for calls of one real size."""
-
-    def hand_out(self, outputs: Any, given: Any, lease: PoolLease) -> Any:
-        """The caller's result; called while the pool is leased. Writes what the graph wrote to inputs back."""
-
-
-_Inputs = TypeVar("_Inputs", bound=FilledInputs)
-_Results = TypeVar("_Results", bound=Results)
+_Inputs = TypeVar("_Inputs")
+_Results = TypeVar("_Results")
 
 
 @dataclass(slots=True)
 class ServedSize(Generic[_Inputs, _Results]):
     """What serves calls of one real size over the graph of a key."""
 
-    inputs: _Inputs
-    results: _Results
+    inputs: _Inputs  #: ``placed(given)`` are the graph's flat arguments; ``fill(given)`` writes inputs and padding
+    results: _Results  #: ``hand_out(outputs, given, lease)`` writes inputs back, and returns the caller's result
     plan: ReplayPlan | None  #: replays the graph; None: a front replays or captures it by other means
     row: Row | None = None  #: counts the calls of the key; None before the first one
     generation: int | None = None  #: of the pool when the plan was found; None: the front compares weights itself

@@ -121,19 +121,20 @@ def append_made(graph: fx.Graph) -> MadeInputs | None:
     part = found_beforehand(graph)
     if part is None:
         return None
-    places, symbols = symbolic.places_of(map(value_of, graph.find_nodes(op="placeholder"))), symbols_in(part.sizes)
+    of_sizes, run, copies, others = part
+    places, symbols = symbolic.places_of(map(value_of, graph.find_nodes(op="placeholder"))), symbols_in(of_sizes)
     if not symbols <= places.keys():
         return None
     read = {symbol: places[symbol] for symbol in symbols}
-    for node in part.copies:
+    for node in copies:
         node.replace_all_uses_with(append_placeholder(graph, node.name, {"example_value": value_of(node)}))
-    for node in (*reversed(part.copies), *reversed(part.others)):
+    for node in (*reversed(copies), *reversed(others)):
         graph.erase_node(node)
 
     def made(args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
         sizes = dict(zip(read, symbolic.sizes_at(read.values(), args), strict=True))
         with torch.inference_mode(False), torch.no_grad():
-            return part.run(*[value_at(size, sizes) for size in part.sizes])
+            return run(*[value_at(size, sizes) for size in of_sizes])
 
     return made
 

@@ -12,7 +12,7 @@ import logging
 import types
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType, TracebackType
 from typing import Any, Protocol, TypeVar
 
@@ -420,19 +420,10 @@ def runtime_of_compiler(compiler: Any | None) -> GraphRuntime:
     if isinstance(given, GraphRuntime):
         return given
     if not hasattr(compiler, _ATTRIBUTE):
-        setattr(compiler, _ATTRIBUTE, _Private(GraphRuntime()))
-    private: _Private = getattr(compiler, _ATTRIBUTE)
-    return private.runtime
-
-
-@dataclass(frozen=True, slots=True)
-class _Private:
-    """A runtime that no option names: Dynamo runs the graphs of such a compiled model for its deep copies, too."""
-
-    runtime: GraphRuntime
-
-    def __deepcopy__(self, _: Any) -> _Private:
-        return self
+        runtime = GraphRuntime()
+        # Deep copies of a compiled model run the same graphs; and what copies an object leaves a function as it is.
+        setattr(compiler, _ATTRIBUTE, lambda: runtime)
+    return getattr(compiler, _ATTRIBUTE)()  # type: ignore[no-any-return]
 
 
 def runtime_of(compiled: Any) -> GraphRuntime:

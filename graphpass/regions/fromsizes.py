@@ -7,8 +7,8 @@ generator advances as it did.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -19,14 +19,11 @@ from graphpass.regions.analysis import free_symbols, main_device
 from graphpass.regions.execute import tensors_in, value_of
 from graphpass.regions.names import traits_of
 
-
-class Beforehand(NamedTuple):
-    """A part of a graph that can run before it."""
-
-    sizes: tuple[sympy.Expr | int, ...]  #: the sizes that it takes
-    run: Callable[..., tuple[torch.Tensor, ...]]  #: returns the values of ``copies``
-    copies: tuple[fx.Node, ...]  #: the graph's nodes on the device that it computes
-    others: tuple[fx.Node, ...]  #: its nodes on the CPU, which only these read
+Beforehand: TypeAlias = tuple[
+    Sequence[sympy.Expr | int], Callable[..., tuple[torch.Tensor, ...]], Sequence[fx.Node], Sequence[fx.Node]
+]
+"""A part of a graph that can run before it: the sizes that it takes, a function of these that returns copies on the
+device, the graph's nodes of the copies, and those on the CPU that only the copies read."""
 
 
 def found_beforehand(graph: fx.Graph) -> Beforehand | None:
@@ -57,7 +54,7 @@ def found_beforehand(graph: fx.Graph) -> Beforehand | None:
     for node in (*inside, *copies):
         made[node] = part.node_copy(node, lambda argument: made[argument if argument in inside else _size(argument)])
     part.output(tuple(made[node] for node in copies))
-    return Beforehand(tuple(sizes), fx.GraphModule(torch.nn.Module(), part), tuple(copies), tuple(inside))
+    return tuple(sizes), fx.GraphModule(torch.nn.Module(), part), copies, tuple(inside)
 
 
 def _size(node: fx.Node) -> sympy.Expr | int | None:

@@ -450,9 +450,10 @@ class CudaGraphManager:
         cause, why = (decision.reason, "") if step.agreed is None else (step.agreed.reason, step.agreed.why)
         if cause is not DispatchReason.EMPTY and cause is not DispatchReason.DISABLED:
             at = f"{decision.descriptor}, {why}" if why else str(decision.descriptor)
-            how = "uncompiled and" if is_uncompiled else "compiled,"
+            compiled = "the batch runs compiled, without a graph"
+            how = "the batch runs uncompiled and without a graph" if is_uncompiled else compiled
             model.fallbacks.report(
-                f"the batch runs {how} without a graph: {cause.explanation}",
+                f"{how}: {cause.explanation}",
                 expected="a batch that fits a captured key",
                 found=f"{decision.descriptor} ({decision.reason}): {why or cause.explanation}",
                 remedy=decision.reason.remedy or DispatchReason.AGREED.remedy,

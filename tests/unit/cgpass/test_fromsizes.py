@@ -83,7 +83,7 @@ def num_taken(function: Callable[..., Any], *args: torch.Tensor) -> tuple[int, i
         return graph_module.forward
 
     torch.compile(function, backend=backend, dynamic=True)(*args)
-    return None if found[0] is None else (len(found[0].others), len(found[0].copies))
+    return None if found[0] is None else (len(found[0][3]), len(found[0][2]))
 
 
 @pytest.mark.parametrize(("kind", "times"), [(Biased, 1), (Strided, 4)])
