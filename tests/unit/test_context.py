@@ -6,10 +6,6 @@ import asyncio
 import copy
 import dataclasses
 import pickle
-import subprocess
-import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,7 +15,6 @@ from hypothesis import strategies as st
 from graphpass.context import current_context, get_forward_context, is_forward_context_available, set_forward_context
 from graphpass.errors import ContextError, OptionError
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
-from tests.processes import environment
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 KEY = BatchDescriptor(8)
@@ -30,17 +25,6 @@ def test_there_is_none_outside() -> None:
     assert current_context() is None
     with pytest.raises(ContextError, match="set_forward_context"):
         get_forward_context()
-
-
-def test_contexts_nest() -> None:
-    with set_forward_context(runtime_mode=FULL, batch_descriptor=KEY) as outer:
-        with set_forward_context() as inner:
-            assert get_forward_context() is inner
-            with set_forward_context(runtime_mode=PIECEWISE, batch_descriptor=KEY) as innermost:
-                assert get_forward_context() is innermost
-            assert get_forward_context() is inner
-        assert get_forward_context() is outer
-    assert not is_forward_context_available()
 
 
 @pytest.mark.parametrize(
@@ -54,23 +38,6 @@ def test_the_outer_context_comes_back(inner: dict[str, Any], error: type[BaseExc
             raise KeyError if error is ContextError else error
         assert get_forward_context() is outer
     assert not is_forward_context_available()
-
-
-def test_threads_have_contexts_of_their_own() -> None:
-    num_threads = 4
-    together = threading.Barrier(num_threads)
-
-    def forward(num_tokens: int) -> tuple[bool, int | None]:
-        before = is_forward_context_available()
-        with set_forward_context(num_tokens=num_tokens):
-            together.wait(timeout=30)
-            seen = get_forward_context().num_tokens
-            together.wait(timeout=30)
-        return before, seen
-
-    with set_forward_context(num_tokens=-1), ThreadPoolExecutor(num_threads) as pool:
-        assert list(pool.map(forward, range(num_threads))) == [(False, n) for n in range(num_threads)]
-        assert get_forward_context().num_tokens == -1
 
 
 def test_tasks_have_contexts_of_their_own() -> None:
@@ -151,29 +118,6 @@ def test_copies_and_pickles_are_the_same_key(descriptor: BatchDescriptor) -> Non
     for twin in copies:
         assert twin == descriptor
         assert {descriptor: 1}[twin] == 1
-
-
-def test_a_pickle_of_another_process_is_the_same_key() -> None:
-    program = (
-        "import pickle, sys; from graphpass.keys import BatchDescriptor;"
-        "sys.stdout.buffer.write(pickle.dumps(BatchDescriptor(8, extra=(('name', 'text'),))))"
-    )
-    seeded = environment(PYTHONHASHSEED="12345")
-    written = subprocess.run([sys.executable, "-c", program], env=seeded, capture_output=True, check=True).stdout
-    descriptor = pickle.loads(written)
-    assert {BatchDescriptor(8, extra=(("name", "text"),)): 1}[descriptor] == 1
-
-
-@pytest.mark.parametrize(
-    ("descriptor", "text"),
-    [
-        (BatchDescriptor(8), "8 tokens"),
-        (BatchDescriptor(8, 4, uniform=True), "8 tokens num_reqs=4 uniform=True"),
-        (BatchDescriptor(8, extra=(("seq_len", 64),)), "8 tokens seq_len=64"),
-    ],
-)
-def test_short_text(descriptor: BatchDescriptor, text: str) -> None:
-    assert str(descriptor) == text
 
 
 def test_unhashable_extra_is_refused_when_made() -> None:

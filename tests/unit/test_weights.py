@@ -283,19 +283,6 @@ def test_lora_is_merged_and_unmerged(way: str, rt: GraphRuntime) -> None:
         torch.testing.assert_close(fast(x), apart, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("way", ["FULL", "PIECEWISE"])
-@pytest.mark.parametrize("change", ["swap_memory", "free_and_allocate"])
-def test_a_moved_weight_is_refused_by_name(way: str, change: str, rt: GraphRuntime) -> None:
-    model = of_regions()
-    fast = graphs_of(model, way, rt, on_moved_input="error")
-    agrees(fast, model)
-    CHANGES[change](model)
-    for _ in range(2):
-        with pytest.raises(StaticInputError, match=r"first.*weight") as refused:
-            fast(torch.randn(4, 6))
-        assert "copy_" in refused.value.remedy
-
-
 # -- how many graphs live
 
 

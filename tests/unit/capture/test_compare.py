@@ -18,23 +18,6 @@ X = torch.arange(8.0).reshape(4, 2)
 ROW = torch.arange(8.0)
 
 
-def test_replays_that_agree_are_returned(rig: Any) -> None:
-    def region(x: torch.Tensor, state: torch.Tensor, noise: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        state += x
-        return state + torch.rand(4, 2, generator=noise) + torch.rand(4, 2), x.view(8)
-
-    results = []
-    for compare in (False, True):
-        torch.manual_seed(3)
-        noise = torch.Generator().manual_seed(4)
-        wrapper = rig.wrap(region, compare=compare, mutated_inputs=[1], name=f"compare {compare}")
-        state = torch.zeros(4, 2)
-        rig.capture(wrapper, X, state, noise)
-        results.append([rig.call(wrapper, X + i, state, noise)[0] for i in range(3)] + [state.clone()])
-        assert rig.counts(wrapper).replayed == 4
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
-
-
 def test_a_difference_names_tensor_row_and_magnitude(rig: Any) -> None:
     scale = torch.ones(4, 1)
     rows = [scale]

@@ -10,15 +10,13 @@ import torch
 from torch import nn
 
 from graphpass import CUDAGraphMode
-from tests.unit.compiled import BOTH, Compiled
+from tests.unit.compiled import Compiled
 
 ATTEND = "cgpasstest::attend"
 FULL = CUDAGraphMode.FULL
 Make = Callable[..., Compiled]
 MODES = pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 COMPILERS = pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-ALL_REGIONS = sum({"FULL": 1, "PIECEWISE": 2}[mode] for mode in BOTH)
-"""Graphs of a size of a model with one splitting op in its middle."""
 
 
 def attended(x: torch.Tensor) -> torch.Tensor:

@@ -12,28 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from graphpass import BatchDescriptor
-from tests.unit.cgpass.attended import ALL_REGIONS, COMPILERS, Make
+from tests.unit.cgpass.attended import Make
 from tests.unit.compiled import BOTH, agrees
 from tests.unit.models import module
 
 # -- random numbers
-
-
-@COMPILERS
-def test_the_default_generator_across_two_sizes(keyed: Make, compiler: str) -> None:
-    def model(x: torch.Tensor) -> torch.Tensor:
-        return F.dropout(torch.ops.cgpasstest.attend(F.dropout(x, 0.5)), 0.5) + torch.randn_like(x)
-
-    fast = keyed(model, make=lambda size: (torch.ones(size, 6),), dynamic=True, compiler=compiler)
-    fast.capture(sizes=(8, 4))
-    for seed, mode in ((3, "FULL"), (3, "PIECEWISE"), (4, "FULL")):
-        torch.manual_seed(seed)
-        got = [fast.at(mode, size, torch.ones(size, 6)) for size in (4, 8, 4)]
-        after = torch.rand(2)
-        torch.manual_seed(seed)
-        agrees(got, [model(torch.ones(size, 6)) for size in (4, 8, 4)])
-        assert torch.equal(torch.rand(2), after)
-    assert fast.captured == 2 * ALL_REGIONS
 
 
 # -- structured arguments and Python values

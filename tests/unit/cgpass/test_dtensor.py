@@ -30,25 +30,6 @@ def mesh() -> Iterator[Any]:
         dist.destroy_process_group()
 
 
-def test_a_mesh_of_one_rank(mesh: Any) -> None:
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
-    torch.manual_seed(0)
-    weight = torch.randn(8, 8)
-    layer = nn.Linear(8, 8, bias=False).requires_grad_(False)
-    layer.weight = nn.Parameter(distribute_tensor(weight, mesh, [Replicate()]), requires_grad=False)
-    runtime = gp.GraphRuntime()
-    options = {"compiler": "aot_eager", "dispatch": "auto", "runtime": runtime}
-    fast = torch.compile(
-        lambda x: (x @ layer.weight.to_local()).relu(), backend="cgpass", dynamic=True, options=options
-    )
-    with torch.no_grad():
-        for seed, size in enumerate((5, 7, 6, 5, 8)):
-            x = rows(size, seed)
-            torch.testing.assert_close(fast(x), (x @ weight).relu())
-    assert sum(counts.replayed for counts in runtime.counts().values()) == 3
-
-
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 def test_a_saved_start_is_of_the_placement(mesh: Any, compiler: str, tmp_path: Path) -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor

@@ -117,30 +117,3 @@ def test_buffers_are_compiled_once_and_captured_inside_the_scope_alone(
     for (_, _, key), c in engine.rt.counts().items():
         batches = {1: 1, 2: 1, 4: 2, 8: 4}[key.num_tokens]
         assert (c.captured, c.replayed) == (1, 1 + 2 * batches), key
-
-
-@pytest.mark.parametrize("is_captured_in_inference", [True, False])
-def test_inputs_made_in_inference_mode_replay_what_others_captured(
-    is_captured_in_inference: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Dynamo traces them anew; the graph is the same and has its keys, so that nothing is compiled or captured."""
-    engine = Engine()
-    ordinary = buffers(9)
-    with torch.inference_mode():
-        engine.capture(*(buffers(9) if is_captured_in_inference else ordinary))
-        before = engine.rt.stats()
-
-        def made(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-            ids, positions = (t[:size] for t in ordinary) if is_captured_in_inference else buffers(size)
-            fill(ids, positions)
-            return ids, positions
-
-        with caplog.at_level(logging.WARNING, "graphpass"):
-            engine.serve(made)
-    after = engine.rt.stats()
-    assert (after.callables, after.artifacts, after.captured) == (before.callables, before.artifacts, before.captured)
-    assert after.replayed > before.replayed
-    (warned,) = [record.message for record in caplog.records if record.name == "graphpass"]
-    assert "inference_mode" in warned
-    (problem,) = [problem for problem in engine.rt.report().problems if "traced its function once more" in problem.what]
-    assert problem.places == ("g0", "g1")

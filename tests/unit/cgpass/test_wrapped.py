@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ import graphpass as gp
 from cgpass.pipeline import CallableCache
 from graphpass.compat.subclasses import rebuild_of
 from graphpass.errors import DeviceError, GraphpassError, PartitionError
-from graphpass.offload import WeightOffloader
 from graphpass.saved.fingerprint import implementations
 from tests.unit.models import module
 from tests.unit.scaled import Other, Scaled, plain, quantised
@@ -308,26 +306,6 @@ def test_a_saved_start_is_of_class_and_metadata(way: str, compiler: str, tmp_pat
 def test_a_saved_start_is_of_the_code_of_the_class() -> None:
     parts = implementations([rebuild_of(Scaled.of(torch.ones(2, 2), nested=True), [])])
     assert [name.rpartition(" ")[2] for name in parts] == ["tests"]
-
-
-def test_offloaded_weights_have_places_for_their_parts() -> None:
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return x
-
-    eager = module(forward, layers=nn.ModuleList(quantised(nn.Linear(6, 6)) for _ in range(4)))
-    ours = copy.deepcopy(eager)
-    run = by_manager(ours, compiler="aot_eager", offloader=WeightOffloader(ours.layers, num_slots=2))  # type: ignore[arg-type]
-    agrees(run, eager, rows())
-    again = copy.deepcopy(eager)
-    again.load_state_dict(ours.state_dict())
-    agrees(again, eager, rows())
-    for weight in eager.parameters():
-        if isinstance(weight, Scaled):
-            weight.scale.mul_(1.5)
-    ours.load_state_dict(eager.state_dict())
-    agrees(run, eager, rows())
 
 
 def test_a_nested_tensor_is_refused_by_its_class() -> None:

@@ -11,7 +11,6 @@ import torch
 import graphpass as gp
 from graphpass.compile import once
 from graphpass.compile.compilers import Compiler
-from graphpass.compile.once import WrittenInputs
 
 cut = torch.ops.compiletest.cut
 gain = torch.ops.compiletest.gain
@@ -69,41 +68,6 @@ def test_a_part_that_differs_is_never_ignored(
         with pytest.raises((AssertionError, RuntimeError)):
             agree(compiled_at_cuts(model)(x), model(x))
     assert rt.compiled() - apart < apart
-
-
-def written_views(x: torch.Tensor) -> Any:
-    """Two regions that write to their first input: the second one's inputs share a storage, and overlap."""
-    a, b = x * 1, x * 1
-    first = write(cut(x), a, b)
-    memory = x.repeat(2)
-    c, d = memory[:6], memory[3:9]
-    return first, write(cut(x), c, d), a, memory
-
-
-def write(order: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    a.add_(order)
-    return cut(b * 2)
-
-
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.soak)])
-def test_inputs_that_share_storage_have_an_artifact_of_their_own(
-    compiler: str, compiled_at_cuts: Any, drop_from_key: Any, rt: gp.GraphRuntime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x = torch.arange(6.0)
-    with torch.no_grad():
-        agree(compiled_at_cuts(written_views, compiler)(x), written_views(x))
-        apart = rt.compiled()
-        torch.compiler.reset()
-        # Without that part of the key the second region runs what was compiled for the first; what it is called with
-        # is looked at again then.
-        drop_from_key("sharing", "inputs")
-        agree(compiled_at_cuts(written_views, compiler)(x), written_views(x))
-        assert rt.compiled() - apart < apart
-        torch.compiler.reset()
-        if compiler == "aot_eager":  # Inductor happens to read before it writes here
-            monkeypatch.setattr(WrittenInputs, "overlap", lambda self, args: False)
-            with pytest.raises((AssertionError, RuntimeError)):
-                agree(compiled_at_cuts(written_views, compiler)(x), written_views(x))
 
 
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.soak)])

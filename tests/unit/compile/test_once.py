@@ -70,22 +70,6 @@ def test_a_decoder_is_three_artifacts_however_deep(num_layers: int, compiled_at_
     assert all(seconds > 0 for seconds in (rt.callables()[0].seconds.key, rt.callables()[0].seconds.compile))
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.soak)])
-def test_shared_artifacts_read_each_layers_own_weights(
-    compiler: str, compiled_at_cuts: Any, rt: gp.GraphRuntime
-) -> None:
-    model = Layers(4).eval()
-    compiled = compiled_at_cuts(model, compiler, dynamic=True)
-    for mode in (gp.CUDAGraphMode.PIECEWISE, gp.CUDAGraphMode.FULL):
-        for size in (3, 6):
-            for _ in range(2):
-                x = torch.randn(size, 4)
-                context = gp.set_forward_context(runtime_mode=mode, batch_descriptor=gp.BatchDescriptor(size))
-                with torch.no_grad(), rt.capturing(), context:
-                    torch.testing.assert_close(compiled(x), model(x))
-    assert rt.compiled() == 3
-
-
 def test_graphs_of_one_runtime_share(compiled_at_cuts: Any, rt: gp.GraphRuntime) -> None:
     """Size 1 is a graph of its own, with artifacts of its own; a second model of the class needs none."""
     first, second = Layers(2).eval(), Layers(2).eval()

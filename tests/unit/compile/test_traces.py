@@ -63,23 +63,6 @@ class Traced:
             return torch.compile(model, backend=self, dynamic=True, fullgraph=True)(*inputs)
 
 
-@EACH_COMPILER
-def test_each_structure_is_shown_once(compiler: str) -> None:
-    shown = []
-    traced = Traced(compiler, lambda aten: (shown.append(aten), ops_of(aten))[1])
-    model, x = Layers(24).eval(), torch.randn(3, 4)
-    torch.testing.assert_close(traced.run(model, x), model(x))
-    (compiled,) = traced.compiled
-    assert set(compiled.traces) == set(compiled.by_name)
-    assert len(compiled.traces) == 25
-    assert {trace.problem for trace in compiled.traces.values()} == {None}
-    assert len({id(trace.result) for trace in compiled.traces.values()}) == 3
-    assert len(shown) == 3 + 1  # and the cuts, which are one structure
-    assert any("addmm" in op for op in compiled.traces["r0"].result)
-    assert {id(trace.result) for trace in traced.eager[0].values()} == {id(traced.eager[0]["r1"].result)}
-    assert traced.eager[0]["r1"].result == ["compiletest.cut.default"]
-
-
 def test_equal_regions_share_an_artifact_if_their_passes_decide_alike() -> None:
     def apart(region: Any) -> Reading:
         return Reading(ops_of, key=region.name)

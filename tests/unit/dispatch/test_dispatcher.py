@@ -22,9 +22,6 @@ def capture_all(dispatcher: CudagraphDispatcher) -> None:
             dispatcher.mark_captured(mode, descriptor)
 
 
-SPECULATIVE_KEYS = {BatchDescriptor(size, num_reqs=size // 3, uniform=True) for size in (3, 6, 9, 18)}
-
-
 @pytest.mark.parametrize(
     ("mode", "query_len", "batch", "expected_mode", "descriptor", "reason"),
     [
@@ -176,22 +173,6 @@ def test_capture_plan_is_piecewise_then_full_largest_first() -> None:
     assert [[key.num_tokens for key in keys] for _, keys in plan] == [[16, 8, 4, 2, 1], [8, 4, 2, 1]]
     assert [mode for mode, _ in dispatcher_for("FULL").capture_plan()] == [FULL]
     assert dispatcher_for("NONE").capture_plan() == []
-
-
-def test_initialize_keys_replaces_keys_and_marks() -> None:
-    dispatcher = dispatcher_for("FULL_AND_PIECEWISE", lazy=False)
-    dispatcher.add_key(PIECEWISE, BatchDescriptor(32))
-    capture_all(dispatcher)
-    dispatcher.initialize_keys("FULL_DECODE_ONLY", 3)
-    assert dispatcher.mode is CUDAGraphMode.FULL_DECODE_ONLY
-    assert dispatcher.uniform_decode_query_len == 3
-    assert dispatcher.keys == {PIECEWISE: frozenset(), FULL: SPECULATIVE_KEYS}
-    assert dispatcher.dispatch(3, uniform_decode=True).reason is DispatchReason.NOT_CAPTURED
-    with pytest.raises(OptionError):
-        dispatcher.initialize_keys("FULLER")
-    with pytest.raises(DispatchError):
-        dispatcher.initialize_keys("FULL", 0)
-    assert dispatcher.keys[FULL] == SPECULATIVE_KEYS
 
 
 def test_added_keys_take_part() -> None:

@@ -88,20 +88,6 @@ def test_methods_that_return_the_module_return_the_graphed_one(change: Callable[
     still_graphed(fast, reference, x)
 
 
-def test_state_is_the_models() -> None:
-    model, other = Net().eval(), Net().eval()
-    nn.init.ones_(other.inner.weight)
-    fast = graphed(model)
-    still_graphed(fast, model)
-    assert list(fast.state_dict()) == list(model.state_dict())
-    assert [name for name, _ in fast.named_parameters()] == [name for name, _ in model.named_parameters()]
-    assert [name for name, _ in fast.named_modules()] == [name for name, _ in model.named_modules()]
-    assert next(fast.buffers()) is model.steps
-    fast.load_state_dict(other.state_dict())
-    still_graphed(fast, other)
-    torch.testing.assert_close(model.inner.weight, other.inner.weight)
-
-
 def test_attributes_are_the_models_to_read_and_to_set() -> None:
     model = Net().eval()
     fast = graphed(model)

@@ -206,29 +206,3 @@ def test_an_input_of_a_module_of_torch_is_named_by_parameter_or_position(
     beside.serve((3, 3, 5, 6))
     assert beside.problems == ()
     assert beside.padded_sizes == {"num_tokens": True}
-
-
-def test_an_error_in_dynamos_reason_for_a_recompile_is_typed() -> None:
-    """One tensor is passed twice where two were, and the guard that failed names an item that is not there any more.
-
-    Dynamo explains itself without an error from torch 2.15 on: then the call is compiled.
-    """
-
-    def model(x: torch.Tensor, y: torch.Tensor, parts: Any) -> torch.Tensor:
-        return x + y if parts is None else x + y + parts["more"]
-
-    first, x = (torch.ones(3), torch.ones(3), {"more": torch.ones(3)}), torch.ones(3)
-    plain: Any = torch.compile(model, backend="eager")
-    plain(*first)
-    try:
-        explained = plain(x, x, None)
-    except Exception:
-        explained = None
-    fast = graphed(model)
-    with torch.no_grad():
-        fast(*first)
-        if explained is not None:
-            assert torch.equal(fast(x, x, None), explained)
-            return
-        with pytest.raises(CaptureError, match="cannot be compiled for these arguments"):
-            fast(x, x, None)

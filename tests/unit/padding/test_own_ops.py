@@ -12,7 +12,6 @@ from graphpass import zero_padding
 from graphpass.errors import ContextError
 from graphpass.regions import Verdict
 from graphpass.text.experts import EXPERT_LINEAR
-from graphpass.text.lora import ADD_LORA
 from graphpass.text.paged.op import PAGED_ATTENTION
 from tests.unit.padding.test_compose import Prover, verdicts
 
@@ -59,20 +58,6 @@ def test_paged_attention_mixes_rows_by_its_metadata_alone(splitting_ops: tuple[s
     assert verdicts(proved(sums, X)) == {"x.0": UNPROVED}
     two = proved(of_two_dims, torch.randn(3, 5, 4), dims=(0, 1))
     assert verdicts(two) == {"x.0": PROVED, "x.1": UNPROVED}
-
-
-@pytest.mark.parametrize("splitting_ops", [(), (ADD_LORA,)])
-def test_a_token_gets_its_own_adapter(splitting_ops: tuple[str, ...]) -> None:
-    down, up, order = torch.randn(2, 3, 4), torch.randn(2, 3, 4), torch.arange(2)
-
-    def adapted(x: Tensor, slots: Tensor) -> Tensor:
-        out = x * 2
-        torch.ops.graphpass.add_lora(x, out, down, up, slots, order)
-        return out
-
-    slots = torch.zeros(6, dtype=torch.int64)
-    proof = Prover(splitting_ops, fields={"slots.0": "x.0"}).prove(adapted, X, slots, dims=(0,))
-    assert verdicts(proof) == {"x.0": PROVED}
 
 
 @pytest.mark.parametrize("splitting_ops", [(), (EXPERT_LINEAR,)])

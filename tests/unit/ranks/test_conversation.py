@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from graphpass import Batch, BatchDescriptor, CudagraphDispatcher, CUDAGraphMode, DispatchReason, get_forward_context
+from graphpass import Batch, BatchDescriptor, CudagraphDispatcher, CUDAGraphMode, DispatchReason
 from graphpass.errors import AgreementError, CaptureError, OptionError, StaticInputError
 from graphpass.ranks import DataParallelAgreement
 from graphpass.ranks.conversation import AgreedSteps, RankDecision
 from graphpass.ranks.decision import REASONS, RankBatch
-from graphpass.regions import register_padding_rule
 from tests.unit.serving.managed import (
     EVENTS,
     FULL,
@@ -292,42 +291,6 @@ def test_a_dummy_batch_writes_nothing_live(mode: str, ran: tuple[CUDAGraphMode, 
         torch.testing.assert_close(manager.run(own), reference.step(x, slots))
     assert manager.last_step.mode is ran[0]
     torch.testing.assert_close(builder.sums[:16], reference.sums)
-
-
-def test_the_context_knows_the_tokens_of_all_ranks() -> None:
-    seen: list[tuple[Any, Any]] = []
-
-    class Builder(SlotBuilder):
-        def build(self, attention: Sequence[int], key: BatchDescriptor | None) -> Any:
-            seen.clear()
-            return super().build(attention, key)
-
-    @torch.library.custom_op("graphpass_agreement_test::look", mutates_args=())
-    def look(x: torch.Tensor) -> torch.Tensor:
-        context = get_forward_context()
-        seen.append((context.num_tokens, context.num_tokens_across_dp))
-        return x.clone()
-
-    look.register_fake(torch.empty_like)
-    register_padding_rule("graphpass_agreement_test::look", lambda call: call.tensor("x"))
-    written = Written()
-    manager = made(
-        lambda x: torch.ops.graphpass_agreement_test.look(x * 2),
-        "PIECEWISE",
-        attention=Builder(),
-        agreement=written,
-        splitting_ops=["graphpass_agreement_test::look"],
-    )
-    manager.capture()
-    assert seen[-1] == (2, (2, 2)), "a capture is the same on all ranks"
-    written.other = OTHERS["PIECEWISE"]
-    manager.run(Batch(1, inputs={"x": rows(1)}, attention=[0]))
-    assert seen == [(1, (4, 4))]
-    written.other = OTHERS["NONE"]
-    manager.run(Batch(1, inputs={"x": rows(1)}, attention=[0]))
-    assert seen == [(1, (1, 9))]
-    manager.run_idle()
-    assert seen == [(0, (2, 9))]
 
 
 def test_a_fallback_that_is_refused_is_refused_on_every_rank() -> None:

@@ -259,23 +259,6 @@ def test_a_fault_is_harmless_or_a_miss(
         assert any(fault.says in note for note in found), found
 
 
-def test_nothing_is_traced_partitioned_or_compiled(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.compiler.reset()
-    counters.clear()
-    for name in ("partition", "RegionCompiler", "dispatched"):
-        monkeypatch.setattr(f"cgpass.pipeline.{name}", None)
-    model = stack(seed=3)
-    fast = gp.graphed(model, **OPTIONS, warm_start=saved)
-    before = {path: path.stat().st_mtime_ns for path in saved.iterdir()}
-    fast.capture(example())
-    for rows in (4, 2, 3):
-        torch.testing.assert_close(fast(example(rows)), model(example(rows)))
-    assert not counters["frames"]
-    assert fast.runtime.compiled() == 0
-    assert fast.runtime.stats().replayed > 0
-    assert {path: path.stat().st_mtime_ns for path in saved.iterdir()} == before, "what was loaded is not saved again"
-
-
 def test_changes_after_a_load_are_seen(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()
     model = stack()

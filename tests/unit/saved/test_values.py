@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphpass.compat import memory, saving, symbolic
 from graphpass.regions.execute import value_of
-from graphpass.regions.stitch import dump_partition
-from tests.unit.saved.stack import assert_right, compiled
 
 
 def loaded() -> dict[str, fx.Node]:
@@ -72,21 +69,3 @@ def test_no_mode_sees_how_a_value_is_made() -> None:
         values = [value_of(node) for node in nodes.values() if node.op != "output"]
     assert not any(isinstance(value, symbolic.LateValue) for value in values)
     assert seen == []
-
-
-def test_a_loaded_partition_has_the_text_of_the_saved_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts: dict[str, list[str]] = {"dumps": [], "loads": []}
-
-    def note(name: str, record: Any) -> None:
-        parts = record[0].graph.partition
-        texts[name].append(dump_partition(parts.inputs, parts.mutated_inputs, parts.regions, ()))
-
-    dumps, loads = saving.dumps, saving.loads
-    monkeypatch.setattr(saving, "dumps", lambda record: (note("dumps", record), dumps(record))[1])
-    monkeypatch.setattr(saving, "loads", lambda data: (record := loads(data), note("loads", record))[0])
-    for _ in range(2):
-        torch.compiler.reset()
-        assert_right(compiled(tmp_path / "starts"))
-    assert texts["loads"] == texts["dumps"]
-    assert len(texts["loads"]) == 1
-    assert "= torch.relu(" in texts["loads"][0]

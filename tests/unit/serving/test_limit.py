@@ -68,26 +68,6 @@ def test_the_pool_ends_below_the_limit_whatever_it_does(
     assert pool.captures <= 5 * len(every)
 
 
-@pytest.mark.parametrize(
-    ("growths", "max_bytes", "left_out", "captures"),
-    [
-        ((10, 1, 1), 12, (), 3),
-        ((10, 1, 1), 11, (2,), 5),  # what was captured before the third is captured anew
-        ((10, 1, 1), 9, (8,), 3),  # the first alone does not fit: the others do
-        ((10, 9, 8), 7, (8, 4, 2), 3),
-        ((5, 5, 1), 6, (4,), 4),  # the one behind it still fits
-    ],
-)
-def test_a_key_that_does_not_fit_is_left_out_and_those_behind_it_are_tried(
-    growths: tuple[int, ...], max_bytes: int, left_out: tuple[int, ...], captures: int
-) -> None:
-    every = keys(8, 4, 2)
-    pool = Pool(dict(zip(every, growths, strict=True)))
-    found = pool.fill(max_bytes, every)
-    assert tuple(key.num_tokens for _, key in found) == left_out
-    assert pool.captures == captures
-
-
 def test_a_good_model_spares_every_repetition() -> None:
     every = keys(8, 4, 2, 1)
     takes = dict(zip(every, (40, 30, 30, 10), strict=True))

@@ -102,20 +102,6 @@ def test_a_step_copies_nothing_inside_of_the_graph() -> None:
     assert {counts.static_sets for counts in manager.runtime.counts().values()} == {1}
 
 
-@pytest.mark.parametrize("scope", [torch.inference_mode, torch.no_grad, torch.enable_grad])
-def test_captured_and_called_in_any_grad_mode_it_gives_results_without_gradient(scope: Any) -> None:
-    model = Rows().eval()
-    with scope():
-        manager = captured(model)
-    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
-        for num_tokens in (3, 9):
-            with mode():
-                got = run(manager, rows(num_tokens))
-            assert not got.requires_grad
-            torch.testing.assert_close(got, model(rows(num_tokens)).detach())
-    assert manager.runtime.stats().captured == 3
-
-
 def test_inputs_that_require_grad_leave_the_buffers_as_they_are() -> None:
     """Embeddings, made by a layer outside of the manager."""
     model = Rows().eval()
