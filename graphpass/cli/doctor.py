@@ -20,8 +20,7 @@ import graphpass
 from graphpass.capture.runtime import NEWEST_TORCH, OLDEST_TORCH, torch_release
 from graphpass.cli.explain import quiet_compiler
 from graphpass.cli.usermodel import Result
-from graphpass.ranks.lockstep import Lockstep
-from graphpass.ranks.preflight import would_hang
+from graphpass.ranks.lockstep import Lockstep, would_hang
 from graphpass.report.drawing import Heading, Part, Table
 from graphpass.text.paged.kernels import fault_in_place
 
@@ -63,7 +62,7 @@ def doctor(device: torch.device, *, tries: bool) -> Result:
 
 
 def facts_of_ranks(device: torch.device) -> list[Any]:
-    """What each rank says of collectives, see ``graphpass.ranks.preflight``; empty if ``torchrun`` started none."""
+    """What each rank says of collectives, see ``graphpass.ranks.lockstep``; empty if ``torchrun`` started none."""
     if not distributed.is_torchelastic_launched():
         return []
     if device.type == "cuda":

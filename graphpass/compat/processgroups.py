@@ -83,7 +83,7 @@ class ClosedBeforeGroups:
 
 
 def facts_of(group: Any) -> dict[str, Any]:
-    """Of this rank and a group, see ``graphpass.ranks.preflight``."""
+    """Of this rank and a group, see ``graphpass.ranks.lockstep``."""
     group = group or distributed.group.WORLD
     kind = torch.device("cuda" if "cuda" in {device.type for device in group._device_types} else "cpu")
     backend = group._get_backend(kind)

@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphpass.dispatch.dispatcher import CudagraphDispatcher
 from graphpass.dispatch.dispatchkeys import Dispatch, DispatchReason
@@ -24,13 +23,12 @@ IDLE_TOKENS = 2
 """Tokens of the dummy batch of a rank without work if no graph runs. One token would be compiled separately."""
 _SHOWN = 200
 """Characters of a difference in an error."""
-_STEP, _CAPTURE = "step", "capture"
-_SUBJECTS = (_CAPTURE, _STEP)
+_SUBJECTS = ("capture", "step")
+_CAPTURE, _STEP = range(2)
 _Key = tuple[CUDAGraphMode, BatchDescriptor]
 
 
-@dataclass(frozen=True, slots=True)
-class RankDecision:
+class RankDecision(NamedTuple):
     """The part of this rank in a step that all ranks agreed on."""
 
     step: Dispatch  #: mode, descriptor and reason for this rank
@@ -127,8 +125,8 @@ class AgreedSteps:
 
     # -- messages between the ranks -----------------------------------------------------------------------------------
 
-    def _exchange(self, subject: str, content: Sequence[int]) -> list[list[int]]:
-        rows = self._rows.exchange([_SUBJECTS.index(subject), self._fingerprint, *content])
+    def _exchange(self, subject: int, content: Sequence[int]) -> list[list[int]]:
+        rows = self._rows.exchange([subject, self._fingerprint, *content])
         if any(row[0] != rows[0][0] for row in rows):
             raise AgreementError(
                 "the ranks call different methods",

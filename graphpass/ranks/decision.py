@@ -114,11 +114,10 @@ def agree(
     if not working:
         return AgreedStep(CUDAGraphMode.NONE, None, DispatchReason.EMPTY, "no rank has work", (0,) * len(batches))
     step, why = _common(working, dispatcher, extras)
+    tokens = tuple(batch.num_tokens if batch.has_work else idle_tokens for batch in batches)
     if step.mode:
         tokens = (step.descriptor.num_tokens,) * len(batches)
-        return AgreedStep(step.mode, step.descriptor, step.reason, why, tokens)
-    tokens = tuple(batch.num_tokens if batch.has_work else idle_tokens for batch in batches)
-    return AgreedStep(CUDAGraphMode.NONE, None, step.reason, why, tokens)
+    return AgreedStep(step.mode, step.descriptor if step.mode else None, step.reason, why, tokens)
 
 
 def _common(

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
 from graphpass.compat import processgroups
 from graphpass.errors import AgreementError, CaptureError
+from graphpass.ledger import Reason
 from graphpass.ranks.group import DataParallelAgreement, failures_of
-from graphpass.ranks.preflight import would_hang
 
 _WARMING = 1
 """The agreements before a warm-up, which runs collectives; there is one after it, and at a capture's end."""
@@ -62,7 +62,7 @@ class Lockstep:
         self._passed += 1
 
     def facts(self) -> list[Any]:
-        """Of each rank, see :func:`graphpass.ranks.preflight.would_hang`."""
+        """Of each rank, see :func:`would_hang`."""
         return self._agreed().exchange_objects(processgroups.facts_of(processgroups.group_named(self._group)))
 
     def most(self, number: int) -> int:
@@ -116,6 +116,27 @@ class LockstepGroups(dict[str, Lockstep]):
         ranks = self.setdefault(group := processgroups.group_of(nodes), Lockstep(group))
         ranks.symmetric |= {str(node.target) for node in nodes if "symm_mem" in str(node.target)}
         return ranks
+
+
+def would_hang(of_ranks: Sequence[Mapping[str, Any]], symmetric: Collection[str] = ()) -> Iterator[Reason]:
+    """Why graphs with collectives of these ranks would hang.
+
+    Args:
+        of_ranks: of each rank its ``node``, its version of NCCL (``nccl``, empty for another backend), and whether the
+            group has run a collective (``is_warm``) and has symmetric memory (``is_symmetric``).
+        symmetric: the operators over symmetric memory that are captured.
+    """
+    nodes = {facts["nccl"]: facts["node"] for facts in of_ranks}
+    if len(nodes) > 1:  # guard: preflight_versions
+        found = ", ".join(f"{version or 'none'} on {node}" for version, node in sorted(nodes.items()))
+        yield Reason(f"the ranks have different versions of NCCL: {found}", "install one version on every node")
+    cold = [str(rank) for rank, facts in enumerate(of_ranks) if not facts["is_warm"]]
+    if cold:  # guard: preflight_communicators
+        why = f"a capture would make the communicator of rank {', '.join(cold)}, which waits for all ranks"
+        yield Reason(why, "run a collective over the group before: torch.distributed.barrier(group)")
+    if symmetric and not all(facts["is_symmetric"] for facts in of_ranks):  # guard: preflight_symmetric
+        why = f"{', '.join(sorted(symmetric))} would register symmetric memory in a capture, which waits for all ranks"
+        yield Reason(why, "allocate and rendezvous the buffers before: torch.distributed._symmetric_memory")
 
 
 def _apart(problem: str, found: str) -> AgreementError:

@@ -19,8 +19,7 @@ from cgpass import keyrules, paddingcheck
 from graphpass.compat import processgroups
 from graphpass.errors import AgreementError, CaptureError, OptionError
 from graphpass.ranks.group import wait_for
-from graphpass.ranks.lockstep import Lockstep, LockstepGroups
-from graphpass.ranks.preflight import would_hang
+from graphpass.ranks.lockstep import Lockstep, LockstepGroups, would_hang
 from tests.unit.cgpass.test_padding_contents import lie
 from tests.unit.ranks.test_conversation import Meeting, Thread
 
