@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -262,6 +263,37 @@ def flash_attention(
         **options,
     )[0]
     return attended
+
+
+def attention_to_lengths(dtype: torch.dtype, width: Any) -> str | None:
+    """The kernel that attends to as many keys of each sequence as it is told: flash, efficient, or None.
+
+    One counts only if a small call of it hides NaN behind the keys in use: in other forms both ignore the number.
+    """
+    kind = "flash" if dtype in (torch.float16, torch.bfloat16) else "efficient" if dtype is torch.float32 else None
+    is_wide = not isinstance(width, int) or width % 8 or width > _MAX_HEAD_DIM
+    return None if kind is None or is_wide or not torch.cuda.is_available() else kind if _hears(kind, dtype) else None
+
+
+@functools.cache
+def _hears(kind: str, dtype: torch.dtype) -> bool:
+    device, used = torch.device("cuda"), 5
+    x = torch.ones(8, 1, 8, dtype=dtype, device=device)
+    y = x.clone()
+    y[used:] = math.nan
+    bounds, lengths = (torch.tensor(one, dtype=torch.int32, device=device) for one in ([0, 8], [used]))
+    try:
+        if kind == "flash":
+            options: dict[str, Any] = {"seqused_k": lengths}
+            found = torch.ops.aten._flash_attention_forward(x, y, y, bounds, bounds, 8, 8, 0.0, False, False, **options)
+        else:
+            rows, options = [one[None] for one in (x, y, y)], {"seqlen_k": lengths}
+            found = torch.ops.aten._efficient_attention_forward(
+                *rows, None, bounds, bounds, 8, 8, 0.0, 0, False, **options
+            )
+    except (RuntimeError, TypeError):
+        return False
+    return bool((found[0] == 1).all())
 
 
 def needs_grad(values: Iterable[Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -18,6 +19,7 @@ from graphpass.padding.opcall import (
     tensors_of,
 )
 from graphpass.padding.pointwise import broadcast, draws, entry_by_entry, real_entries
+from graphpass.padding.sizes import product
 from graphpass.padding.values import (
     ALL_FINITE,
     Approximate,
@@ -38,29 +40,30 @@ from graphpass.padding.values import (
 
 def attention(call: OpCall) -> Returned:
     """``softmax(q @ k.T + mask) @ v`` over [..., length, features]; all outputs but the first are for the backward."""
+    _fill_keys(call, call.tensor("key"))
+    return _attended(call, _check_keys)
+
+
+def attention_to_keys(call: OpCall) -> Returned:
+    """The same without a mask, by a kernel that is given the number of keys."""
+    return _attended(call, _check_count)
+
+
+def _attended(call: OpCall, check: Callable[[OpCall, PaddedValue, Factors, PaddedValue | None], None]) -> Returned:
     if call.argument("dropout_p", default=0.0) != 0.0:  # guard: proof_attention_dropout
         draws(call)
     query, key, value = call.tensor("query"), call.tensor("key"), call.tensor("value")
-    _fill_keys(call, key)
     for tensor in (query, key, value):
         call.unpadded(tensor, [tensor.rank - 1], "attends with features over")  # guard: proof_attention_features
     given = call.argument("attn_mask", "attn_bias")
     mask = given if isinstance(given, PaddedValue) else None
-    batches = query.factors[:-2]
-    for other in (key, value, *([mask] if mask is not None else [])):
-        offset = query.rank - other.rank
-        of_batches = PaddedValue(other.factors[max(0, -offset) : -2])
-        batches = tuple(call.unify_into(batches, of_batches))
+    batches = _batches_of(call, query, (key, value, *([mask] if mask is not None else [])))
     keys = call.unify(key.factors[-2], value.factors[-2])
     queries = query.factors[-2]
     if mask is not None and mask.rank > 1 and call.sizes.unified(mask.factors[-2], queries) != queries:
         raise call.refuse(f"a mask of rows {list(mask.factors[-2])} for queries {list(queries)}", queries[0])
     if call.sizes.any_padded(keys):
-        _check_keys(call, query, keys, mask)
-        for tensor in (key, value):
-            for place in call.places(tensor, [tensor.rank - 2]):  # a weight of zero times infinity is NaN
-                if not is_finite(tensor.pad_at(place)):  # guard: proof_nan_as_values
-                    raise call.refuse_place(tensor, place, "multiplies by weights of zero over", HIDE_PADDING)
+        check(call, query, keys, mask)
     elif call.argument("is_causal", default=False) and call.sizes.any_padded(queries[1:]):
         raise call.refuse(f"causal attention of queries with padding inside: {list(queries)}", queries[-1])
     result = call.carried(PaddedValue((*batches, queries, value.factors[-1])), query, key, value)
@@ -70,6 +73,19 @@ def attention(call: OpCall) -> Returned:
         return result
     reason = PaddingReason("the outputs for its backward are not followed")
     return (result, *call.sides(lambda shape: call.reached(call.fresh(shape), reason)))
+
+
+def _batches_of(call: OpCall, query: PaddedValue, others: Iterable[PaddedValue]) -> tuple[Factors, ...]:
+    """The dimensions of batches and heads; several heads of the query may share one of the keys and values."""
+    batches = query.factors[:-2]
+    for other in others:
+        own = other.factors[max(0, other.rank - query.rank) : -2]
+        if own and batches and not call.sizes.any_padded((*own[-1], *batches[-1])):
+            heads, shared = product(batches[-1]), product(own[-1])
+            is_shared = isinstance(heads, int) and isinstance(shared, int) and heads % shared == 0
+            own = (*own[:-1], batches[-1]) if is_shared else own
+        batches = tuple(call.unify_into(batches, PaddedValue(own)))
+    return batches
 
 
 def _fill_keys(call: OpCall, key: PaddedValue) -> None:
@@ -93,7 +109,22 @@ def _without_hidden_rows(call: OpCall, result: PaddedValue, mask: PaddedValue) -
     return result.with_pads({**result.pads, **dict.fromkeys(hidden, Approximate.NOT_FINITE)})
 
 
+def _check_count(call: OpCall, query: PaddedValue, keys: Factors, mask: PaddedValue | None) -> None:
+    """Refuse a number of keys that is not that of the real ones."""
+    if keys != (call.argument("size"),) or call.asks_independence:  # guard: made_count_of_its_keys
+        raise call.refuse(f"attends to the first {call.argument('size')} keys of {list(keys)}", keys[0])
+
+
 def _check_keys(call: OpCall, query: PaddedValue, keys: Factors, mask: PaddedValue | None) -> None:
+    """Refuse padded keys that a real query may see, and values that a weight of zero does not make zero."""
+    _check_hidden(call, query, keys, mask)
+    for tensor in (call.tensor("key"), call.tensor("value")):
+        for place in call.places(tensor, [tensor.rank - 2]):  # a weight of zero times infinity is NaN
+            if not is_finite(tensor.pad_at(place)):  # guard: proof_nan_as_values
+                raise call.refuse_place(tensor, place, "multiplies by weights of zero over", HIDE_PADDING)
+
+
+def _check_hidden(call: OpCall, query: PaddedValue, keys: Factors, mask: PaddedValue | None) -> None:
     """Refuse padded keys that a real query may see."""
     at_fault, is_causal = call.sizes.first_padded(keys), call.argument("is_causal", default=False)
     # Scores of padded keys would be NaN, which no mask that is added hides.
@@ -152,6 +183,8 @@ def infinities_of(call: OpCall, rule: PaddingRule | None, value: PaddedValue) ->
     elif call.name in MOVES:
         found = functools.reduce(by_data, (*held, *numbers))
     else:
-        found = blurred(*(map(shown, held) if rule is attention or call.name == "logsumexp" else held))
+        found = blurred(
+            *(map(shown, held) if rule in (attention, attention_to_keys) or call.name == "logsumexp" else held)
+        )
     found = cast_pad(found, value.dtype)
     return by_data(None, found) if is_extreme(found) else None

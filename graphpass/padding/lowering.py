@@ -16,11 +16,12 @@ from graphpass.compat import operators, symbolic
 from graphpass.padding.combining import greatest, lowest
 from graphpass.padding.indexing import BAGS, WRITES
 from graphpass.padding.making import Made, base_name
-from graphpass.padding.neutral import INDEX, NEUTRAL, REAL_INDEX, REAL_ORDER, REAL_SIZE
+from graphpass.padding.neutral import INDEX, KEYS, NEUTRAL, REAL_INDEX, REAL_ORDER, REAL_SIZE
 from graphpass.padding.program import GETITEM, RESULTS, AtenGraph, AtenNode, Ref, references
 from graphpass.padding.values import Size, operator_named
 
 aten, prims = torch.ops.aten, torch.ops.prims
+_FLASH_ROWS, _EFFICIENT_ROWS = aten._flash_attention_forward.default, aten._efficient_attention_forward.default
 _EFFICIENT = aten._scaled_dot_product_efficient_attention.default
 
 
@@ -87,7 +88,7 @@ _ARITHMETIC: Mapping[str, tuple[Any, Any]] = {
 }
 
 
-_OWN = frozenset((NEUTRAL, REAL_SIZE, RESULTS, GETITEM, REAL_ORDER, REAL_INDEX))
+_OWN = frozenset((NEUTRAL, REAL_SIZE, RESULTS, GETITEM, REAL_ORDER, REAL_INDEX, KEYS))
 
 
 class _Writer:
@@ -110,6 +111,8 @@ class _Writer:
         self._along = functools.cache(self._index_along)
         self._padded = functools.cache(self._padded_value)
         self._is_real = functools.cache(self._is_real_index)
+        self._starts = functools.cache(self._starts_of)
+        self._used = functools.cache(self._real_lengths)
         self._filling = functools.lru_cache(typed=True)(self._number)
         self._where: Mapping[str, Any] = {}
         self._originals: list[fx.Node | None] = []
@@ -235,6 +238,8 @@ class _Writer:
             return of[at] if isinstance(of, tuple) else self.call(operator.getitem, of, at)
         if node.op == REAL_ORDER:
             return self._sorted(arguments)
+        if node.op == KEYS:
+            return (self._attended(arguments, node.result[0].sizes),)  # type: ignore[index, union-attr]
         wraps, is_longer = arguments["wraps"], arguments["is_longer"]
         return self._index(self._value(arguments["self"]), arguments["size"], wraps=wraps, is_longer=is_longer)
 
@@ -265,6 +270,44 @@ class _Writer:
         for dim in longer:
             result = self.call(aten.slice.Tensor, result, dim, 0, -1)
         return result
+
+    def _attended(self, arguments: Mapping[str, Any], sizes: Sequence[Size]) -> fx.Node:
+        """Attention over sequences of any length, here all of the padded one, of which the real keys are in use."""
+        query, key, value = (self._value(arguments[name]) for name in ("query", "key", "value"))
+        batch, _, *lengths = map(self._padded, (*sizes[:3], arguments["size"]))
+        starts = [self._starts(batch, length) for length in lengths]
+        used, scale = self._used(arguments["size"], batch), arguments["scale"]
+        options = {} if scale is None else {"scale": scale}
+        rows = [self._in_rows(one) for one in (query, key, value)]
+        if query.meta["val"].dtype is torch.float32:
+            wide = (self.call(aten.unsqueeze.default, one, 0) for one in rows)
+            told = {"seqlen_k": used, **options}
+            found = self.call(
+                _EFFICIENT_ROWS, *wide, None, *starts, *lengths, 0.0, 0, False, **told
+            )  # guard: made_count
+            found = self.call(aten.squeeze.dim, self.call(operator.getitem, found, 0), 0)
+        else:
+            told = {"seqused_k": used, **options}
+            found = self.call(_FLASH_ROWS, *rows, *starts, *lengths, 0.0, False, False, **told)  # guard: made_count
+            found = self.call(operator.getitem, found, 0)
+        apart = self.call(aten.view.default, found, [batch, lengths[0], *query.meta["val"].shape[1::2]])
+        return self.call(aten.transpose.int, apart, 1, 2)
+
+    def _in_rows(self, tensor: fx.Node) -> fx.Node:
+        """[batch, heads, length, width] as [batch * length, heads, width]."""
+        _, heads, _, width = tensor.meta["val"].shape
+        return self.call(aten.reshape.default, self.call(aten.transpose.int, tensor, 1, 2), [-1, heads, width])
+
+    def _starts_of(self, batch: Any, length: Any) -> fx.Node:
+        """Where each sequence begins, and the end of the last."""
+        options = {"start": 0, "step": length, "dtype": torch.int32, "device": self._device, "requires_grad": False}
+        return self._at_the_start(prims.iota.default, self._at_the_start(operator.add, batch, 1), **options)
+
+    def _real_lengths(self, size: Size, batch: Any) -> fx.Node:
+        """The real value of a size for each sequence."""
+        number = self._at_the_start(prims.convert_element_type.default, self._real(size), torch.int32)
+        wide = self._at_the_start(aten.expand.default, number, [batch])
+        return self._at_the_start(aten.clone.default, wide, memory_format=torch.contiguous_format)
 
     def _sorted(self, arguments: Mapping[str, Any]) -> fx.Node:
         """NaN is the greatest, and a stable sort puts real entries that equal padding before it."""

@@ -23,6 +23,12 @@ REAL_SIZE = "graphpass::real_size"
 REAL_ORDER = "graphpass::real_order"
 """``self`` sorted along ``dim`` of ``size``, equal entries in their order and padding last; and where entries were."""
 
+KEYS = "graphpass::attention_to_keys"
+"""Attention without a mask to the first entries of ``key`` and ``value`` along a dimension of ``size``: the real ones.
+
+The kernel is given their number, so it reads nothing behind them.
+"""
+
 INDEX = tuple(sympy.Symbol(f"index_{dim}", integer=True, nonnegative=True) for dim in range(6))
 """The index of an entry of the result along each dimension, in such an expression."""
 

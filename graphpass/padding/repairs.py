@@ -9,9 +9,11 @@ from dataclasses import replace
 import sympy
 import torch
 
+from graphpass.compat import operators
 from graphpass.padding import moving
 from graphpass.padding.indexing import BAGS, WRITES, index_operands, is_whole, new_places, stays_real
-from graphpass.padding.making import Operands, Repair, base_name, need
+from graphpass.padding.making import Operands, Repair, base_name, is_computed, need
+from graphpass.padding.neutral import KEYS
 from graphpass.padding.opcall import words
 from graphpass.padding.program import RESULTS, Ref
 from graphpass.padding.sizes import product
@@ -105,14 +107,34 @@ def _measured(operands: Operands) -> Ref:
     return operands.making.added(replace(operands.node, arguments=tuple(arguments.items())))
 
 
-def _attention(operands: Operands) -> Ref:
-    """Attention without a mask gets one that hides padded keys."""
-    call, making = operands.call, operands.making
+def _attends_to_all(operands: Operands) -> tuple[PaddedValue, PaddedValue]:
+    """Query and key of attention that may be exchanged for another kernel: its first result alone is read."""
+    call = operands.call
     query, key = call.tensor("query"), call.tensor("key")
     is_masked = isinstance(call.argument("attn_mask", "attn_bias"), PaddedValue)
     need(not is_masked and operands.read <= {0} and not call.argument("is_causal", default=False))
     need(not call.argument("dropout_p", default=0.0) and query.rank == 4)
+    return query, key
+
+
+def _counted_keys(operands: Operands) -> Ref:
+    """Attention without a mask by a kernel that is given the number of real keys."""
+    (query, key), making = _attends_to_all(operands), operands.making
+    kernel = operators.attention_to_lengths(query.known_dtype, product(query.factors[3]))
+    need(kernel and len(key.factors[2]) == 1 and is_computed(key.factors[2][0]))
+    need(base_name(operands.node.op) in _ON_CUDA and (query.factors[1] == key.factors[1] or kernel == "flash"))
+    given, size = dict(operands.node.arguments), key.factors[2][0]
+    arguments = {one: given[one] for one in ("query", "key", "value")} | {"size": size, "scale": given.get("scale")}
+    making.inserted("the number of real keys", size, TensorShape((), torch.int32))
+    return making.added(replace(operands.node, op=KEYS, arguments=tuple(arguments.items())))
+
+
+def _attention(operands: Operands) -> Ref:
+    """Attention without a mask gets one that hides padded keys."""
+    call, making = operands.call, operands.making
+    query, key = _attends_to_all(operands)
     operator, mask_name, is_expanded = _WITH_MASK[base_name(operands.node.op)]
+    need(query.factors[1] == key.factors[1] or not is_expanded)
     operands.fill()
     keys = making.shape_of(operands.ref("key")).sizes[2]
     places = call.places(key, [2])
@@ -166,6 +188,10 @@ _WITH_MASK: Mapping[str, tuple[str, str, bool]] = {
 }
 """Kernel -> (the kernel that takes a mask, the name of the mask, whether it wants it at the size of the scores)."""
 
+_ON_CUDA = words(
+    "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
+)
+
 _REWRITES: Mapping[str, Repair] = {
     **dict.fromkeys(BAGS, _bags),
     **dict.fromkeys(words("sort topk"), moving.ordered),
@@ -181,12 +207,13 @@ _REWRITES: Mapping[str, Repair] = {
     "clamp": _bounded,
     "scalar_tensor": _scalar,
     "_cdist_forward": _measured,
-    **dict.fromkeys(_WITH_MASK, _attention),
 }
 """Operator -> the nodes in its place."""
 
 
 def repairs_of(op: str) -> list[Repair]:
     """The repairs of an operator, in the order in which they are tried."""
-    rewrite = _REWRITES.get(base_name(op))
-    return [_with_operands] if rewrite is None else [_with_operands, rewrite]
+    name = base_name(op)
+    if name in _WITH_MASK:
+        return [_with_operands, _counted_keys, _attention]
+    return [_with_operands, _REWRITES[name]] if name in _REWRITES else [_with_operands]

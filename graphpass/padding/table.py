@@ -56,6 +56,7 @@ _KEEPS: list[tuple[PaddingRule, str]] = [
     (neutral.neutral, neutral.NEUTRAL),
     (neutral.real_index, neutral.REAL_INDEX),
     (neutral.real_order, neutral.REAL_ORDER),
+    (attending.attention_to_keys, neutral.KEYS),
 ]
 
 _MAKES: list[tuple[PaddingRule, str]] = [

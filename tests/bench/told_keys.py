@@ -6,20 +6,22 @@ any length (16 bits), and by the efficient one (any dtype). Both take it only wh
 sequences; in their dense form they ignore it. Each form is compared with attention over the real keys alone, once more
 with NaN behind them: what then differs needs zeros there. A form that this torch or device lacks says so.
 
-*Layers*: six transformer layers in one graph, by ``backend="cgpass"`` at a size of the ladder, with what makes their
-padding neutral and with ``padding="never"``, each compiled by Inductor.
+*Layers*: six transformer layers in one graph, by ``backend="cgpass"`` at a size of the ladder, compiled by Inductor:
+with ``padding="never"`` (*plain*), as they come (*made*), and with a mask in place of the number of keys.
 
 ``--smoke`` runs tiny sizes on a CPU: the code, not the figures.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +29,7 @@ from rich.console import Console
 from torch import nn
 
 import graphpass as gp
+from graphpass.compat import operators
 from tests.bench.timing import (
     HandCapture,
     environment,
@@ -163,17 +166,21 @@ class Layer(nn.Module):
 
 
 @torch.inference_mode()
-def layers(sizes: Sequence[tuple[int, int]], device: torch.device, rounds: int, *, smoke: bool) -> dict[str, Any]:
+def layers(
+    sizes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device, rounds: int, *, smoke: bool
+) -> dict[str, Any]:
     """Times of six layers at these sizes, with and without what makes their padding neutral."""
-    dtype, heads = (torch.float32, 2) if smoke else (torch.bfloat16, HEADS)
+    heads = 2 if smoke else HEADS
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer(heads * WIDTH, heads) for _ in range(CALLS))).to(device, dtype).eval()
     options: dict[str, Any] = {"compiler": "aot_eager"} if smoke else {}
-    runs = {}
-    for name, padding in (("made", {}), ("plain", {"padding": "never"})):
-        torch.compiler.reset()
-        given = {**options, **padding}
-        runs[name] = torch.compile(model, backend="cgpass", dynamic=True, options=given)
+    runs, first = {}, torch.randn(2, 24, heads * WIDTH, device=device, dtype=dtype)
+    torch.compiler.reset()
+    for name, padding in (("made", {}), ("mask", {}), ("plain", {"padding": "never"})):
+        runs[name] = torch.compile(model, backend="cgpass", dynamic=True, options={**options, **padding})
+        lacks = mock.patch.object(operators, "attention_to_lengths", return_value=None)
+        with lacks if name == "mask" else contextlib.nullcontext():
+            runs[name](first)
     found: dict[str, Any] = {}
     for batch, length in sizes:
         x = torch.randn(batch, length, heads * WIDTH, device=device, dtype=dtype)
@@ -181,7 +188,7 @@ def layers(sizes: Sequence[tuple[int, int]], device: torch.device, rounds: int, 
             run(x)
         steps = {name: partial(run, x) for name, run in runs.items()}
         timings = interleaved(steps, device=device, rounds=rounds, steps_a_round=5, host_calls=1)
-        found[f"{batch} x {length}"] = {name: asdict(timing.step) for name, timing in timings.items()}
+        found[f"{batch} x {length} {_short(dtype)}"] = {name: asdict(timing.step) for name, timing in timings.items()}
     found["insertions"] = str(gp.runtime_of(runs["made"]).report())
     return found
 
@@ -198,17 +205,21 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     figures: dict[str, Any] = {"environment": environment(device), "kernels": {}, "layers": {}}
     rows, console = [], Console(width=140)
     for dtype, size in itertools.product((torch.bfloat16, torch.float16, torch.float32), sizes):
-        at = f"{size[0]} x {size[1]} {str(dtype).removeprefix('torch.')}"
+        at = f"{size[0]} x {size[1]} {_short(dtype)}"
         found = figures["kernels"][at] = kernels(size, dtype, device, options.rounds)
         rows.append((at, *(_cell(found, name) for name in FORMS)))
         write_json(options.json, figures)
     console.print(table_of("Six calls of attention in one graph, us", "size | " + " | ".join(FORMS), rows))
     for name, why in found["lacks"].items():
         console.print(f"{name}: {why}", markup=False)
-    figures["layers"] = layers(sizes, device, options.rounds, smoke=options.smoke)
-    write_json(options.json, figures)
-    of_layers = [(at, *_of_layers(us)) for at, us in figures["layers"].items() if at != "insertions"]
-    console.print(table_of("Six layers in one graph, us", "size | plain | made | made over plain", of_layers))
+    of_layers = []
+    for dtype in (torch.float32,) if options.smoke else (torch.bfloat16, torch.float32):
+        found = layers(sizes, dtype, device, options.rounds, smoke=options.smoke)
+        figures["layers"] |= {_short(dtype): found}
+        of_layers += [(at, *_of_layers(us)) for at, us in found.items() if at != "insertions"]
+        write_json(options.json, figures)
+    titles = "size | plain | made | mask | made over plain | mask over plain"
+    console.print(table_of("Six layers in one graph, us", titles, of_layers))
     return figures
 
 
@@ -221,9 +232,13 @@ def _cell(found: Mapping[str, Any], name: str) -> str:
     return f"{median:.0f} ({median / least:.2f}){note}"
 
 
-def _of_layers(us: Mapping[str, Any]) -> tuple[str, str, str]:
-    made, without = us["made"]["median"], us["plain"]["median"]
-    return f"{without:.0f}", f"{made:.0f}", f"{made / without:.3f}"
+def _of_layers(us: Mapping[str, Any]) -> tuple[str, ...]:
+    without, made, mask = (us[name]["median"] for name in ("plain", "made", "mask"))
+    return f"{without:.0f}", f"{made:.0f}", f"{mask:.0f}", f"{made / without:.3f}", f"{mask / without:.3f}"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 if __name__ == "__main__":

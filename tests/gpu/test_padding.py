@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import graphpass as gp
+from graphpass.compat import operators
 from tests.observed import calls_with_graph
 from tests.unit.cgpass.leaks import RIGHT, agree, around, is_padded, refusals
 
@@ -84,9 +85,14 @@ def test_convolutions_in_tf32_are_padded(cuda: torch.device, *, tf32: bool) -> N
 
 
 @pytest.mark.usefixtures("slow_path")
+@pytest.mark.parametrize("lacks_number", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_attention_without_a_mask_hides_padded_keys_in_its_own_kernel(cuda: torch.device, dtype: torch.dtype) -> None:
+def test_attention_without_a_mask_hides_padded_keys_in_its_own_kernel(
+    cuda: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, *, lacks_number: bool
+) -> None:
     """At lengths that no kernel's tile divides; heads of 64, which cuDNN takes in 16 bits where a GPU prefers it."""
+    if lacks_number:
+        monkeypatch.setattr(operators, "attention_to_lengths", lambda dtype, width: None)
     layer = nn.TransformerEncoderLayer(256, 4, 512, batch_first=True)
     model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval().to(cuda, dtype)
     runtime = gp.GraphRuntime()
@@ -98,6 +104,35 @@ def test_attention_without_a_mask_hides_padded_keys_in_its_own_kernel(cuda: torc
             torch.testing.assert_close(fast(x), model(x), rtol=close, atol=close)
     assert refusals(runtime) == []
     assert is_padded(runtime)
+    assert ("the number of real keys" in str(runtime.report())) is not lacks_number
+
+
+class Shared(nn.Module):
+    """Attention of eight heads over keys and values of two, of another length than the queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv, self.out = nn.Linear(256, 256), nn.Linear(256, 128), nn.Linear(256, 256)
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        q = self.q(x).unflatten(-1, (8, 32)).transpose(1, 2)
+        k, v = self.kv(other).unflatten(-1, (2, 2, 32)).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_heads_that_share_keys_are_not_computed_in_parts(cuda: torch.device, compiler: str) -> None:
+    model, runtime = Shared().eval().to(cuda, torch.bfloat16), gp.GraphRuntime()
+    options = {"compiler": compiler, "dispatch": "auto", "runtime": runtime}
+    fast = torch.compile(model, backend="cgpass", dynamic=True, options=options)
+    with torch.no_grad():
+        for step in range(27):
+            lengths = 23 + 24 * (step % 9) - step // 9, 40 + 16 * (step % 5) - step // 5
+            x = [torch.randn(2 + step % 3, length, 256, device=cuda, dtype=torch.bfloat16) for length in lengths]
+            torch.testing.assert_close(fast(*x), model(*x), rtol=3e-2, atol=3e-2)
+    assert refusals(runtime) == []
+    assert is_padded(runtime)
+    assert "the number of real keys" in str(runtime.report())
 
 
 def test_a_number_that_is_put_at_indices_is_captured(cuda: torch.device) -> None:
