@@ -276,27 +276,27 @@ class _Writer:
         query, key, value = (self._value(arguments[name]) for name in ("query", "key", "value"))
         batch, _, *lengths = map(self._padded, (*sizes[:3], arguments["size"]))
         starts = [self._starts(batch, length) for length in lengths]
-        used, scale = self._used(arguments["size"], batch), arguments["scale"]
-        options = {} if scale is None else {"scale": scale}
+        used, options = self._used(arguments["size"], batch), {}
+        if arguments["scale"] is not None:
+            options["scale"] = arguments["scale"]
         rows = [self._in_rows(one) for one in (query, key, value)]
         if query.meta["val"].dtype is torch.float32:
-            wide = (self.call(aten.unsqueeze.default, one, 0) for one in rows)
-            told = {"seqlen_k": used, **options}
-            found = self.call(
-                _EFFICIENT_ROWS, *wide, None, *starts, *lengths, 0.0, 0, False, **told
-            )  # guard: made_count
+            rows = [self.call(aten.unsqueeze.default, one, 0) for one in rows]
+            options["seqlen_k"] = used  # guard: made_count_in_float32
+            found = self.call(_EFFICIENT_ROWS, *rows, None, *starts, *lengths, 0.0, 0, False, **options)
             found = self.call(aten.squeeze.dim, self.call(operator.getitem, found, 0), 0)
         else:
-            told = {"seqused_k": used, **options}
-            found = self.call(_FLASH_ROWS, *rows, *starts, *lengths, 0.0, False, False, **told)  # guard: made_count
+            options["seqused_k"] = used  # guard: made_count
+            found = self.call(_FLASH_ROWS, *rows, *starts, *lengths, 0.0, False, False, **options)
             found = self.call(operator.getitem, found, 0)
         apart = self.call(aten.view.default, found, [batch, lengths[0], *query.meta["val"].shape[1::2]])
-        return self.call(aten.transpose.int, apart, 1, 2)
+        return self.call(aten.permute.default, apart, [0, 2, 1, 3])
 
     def _in_rows(self, tensor: fx.Node) -> fx.Node:
         """[batch, heads, length, width] as [batch * length, heads, width]."""
         _, heads, _, width = tensor.meta["val"].shape
-        return self.call(aten.reshape.default, self.call(aten.transpose.int, tensor, 1, 2), [-1, heads, width])
+        by_row = self.call(aten.permute.default, tensor, [0, 2, 1, 3])
+        return self.call(aten.reshape.default, by_row, [-1, heads, width])
 
     def _starts_of(self, batch: Any, length: Any) -> fx.Node:
         """Where each sequence begins, and the end of the last."""

@@ -120,10 +120,12 @@ def _attends_to_all(operands: Operands) -> tuple[PaddedValue, PaddedValue]:
 def _counted_keys(operands: Operands) -> Ref:
     """Attention without a mask by a kernel that is given the number of real keys."""
     (query, key), making = _attends_to_all(operands), operands.making
-    kernel = operators.attention_to_lengths(query.known_dtype, product(query.factors[3]))
-    need(kernel and len(key.factors[2]) == 1 and is_computed(key.factors[2][0]))
-    need(base_name(operands.node.op) in _ON_CUDA and (query.factors[1] == key.factors[1] or kernel == "flash"))
-    given, size = dict(operands.node.arguments), key.factors[2][0]
+    widths = {product(operands.call.tensor(name).factors[3]) for name in ("query", "key", "value")}
+    need(base_name(operands.node.op) in _ON_CUDA and len(widths) == len(key.factors[2]) == 1)
+    kernel = operators.attention_to_lengths(query.known_dtype, widths.pop())
+    need(kernel and (query.factors[1] == key.factors[1] or kernel == "flash"))
+    given, (size,) = dict(operands.node.arguments), key.factors[2]
+    need(is_computed(size) and all(isinstance(product(one.factors[1]), int) for one in (query, key)))
     arguments = {one: given[one] for one in ("query", "key", "value")} | {"size": size, "scale": given.get("scale")}
     making.inserted("the number of real keys", size, TensorShape((), torch.int32))
     return making.added(replace(operands.node, op=KEYS, arguments=tuple(arguments.items())))
@@ -188,9 +190,7 @@ _WITH_MASK: Mapping[str, tuple[str, str, bool]] = {
 }
 """Kernel -> (the kernel that takes a mask, the name of the mask, whether it wants it at the size of the scores)."""
 
-_ON_CUDA = words(
-    "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
-)
+_ON_CUDA = _WITH_MASK.keys() - {"_scaled_dot_product_flash_attention_for_cpu"}
 
 _REWRITES: Mapping[str, Repair] = {
     **dict.fromkeys(BAGS, _bags),
@@ -207,6 +207,7 @@ _REWRITES: Mapping[str, Repair] = {
     "clamp": _bounded,
     "scalar_tensor": _scalar,
     "_cdist_forward": _measured,
+    **dict.fromkeys(_WITH_MASK, _attention),
 }
 """Operator -> the nodes in its place."""
 
@@ -214,6 +215,5 @@ _REWRITES: Mapping[str, Repair] = {
 def repairs_of(op: str) -> list[Repair]:
     """The repairs of an operator, in the order in which they are tried."""
     name = base_name(op)
-    if name in _WITH_MASK:
-        return [_with_operands, _counted_keys, _attention]
-    return [_with_operands, _REWRITES[name]] if name in _REWRITES else [_with_operands]
+    counted = [_counted_keys] if name in _WITH_MASK else []
+    return [_with_operands, *counted, _REWRITES[name]] if name in _REWRITES else [_with_operands]

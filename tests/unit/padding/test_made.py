@@ -17,21 +17,25 @@ import sympy
 import torch
 from torch import Tensor
 
-from graphpass.compat import symbolic
+from graphpass.compat import operators, symbolic
 from graphpass.padding import (
     Asked,
     AtenGraph,
     Made,
+    PaddedValue,
+    Question,
     Sizes,
     Verdict,
     fused,
     indexing,
     input_values,
+    interpret,
     made,
     making,
     padding_of,
     repairs,
 )
+from graphpass.padding.neutral import KEYS
 from graphpass.padding.opcall import words
 from graphpass.padding.table import BUILT_IN, FILLING, rule_for
 from tests.fuzz.made import GARBAGE, MadeGraph, differs, filled
@@ -79,7 +83,7 @@ def test_what_is_made_is_right(case: Case) -> None:
 
 
 def test_each_row_of_the_tables_has_a_case() -> None:
-    of_cuda = {name for name in repairs._WITH_MASK if not name.endswith("_for_cpu")}  # tests/gpu
+    of_cuda = repairs._ON_CUDA  # tests/gpu
     filling = {name.rpartition("::")[2] for name, rule in BUILT_IN.items() if rule in FILLING}
     # The same as another; of an eager region; of a tensor that a context marks.
     elsewhere = words(
@@ -128,6 +132,31 @@ def test_a_selection_counts_at_its_place_alone(change: dict[str, Any]) -> None:
     nodes = (*found.graph.nodes[:at], other, *found.graph.nodes[at + 1 :])
     proof = padding_of(replace(found.graph, nodes=nodes), traced.symbols)
     assert proof.verdicts["b"] is Verdict.UNPROVED
+
+
+def attends(q: Tensor, k: Tensor, c: Tensor) -> Tensor:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, c)[0]
+
+
+@pytest.mark.parametrize(("change", "question"), [("b", Question.PADDING), ("s", Question.INDEPENDENCE)])
+def test_a_number_that_is_not_of_the_keys_proves_nothing(
+    change: str, question: Question, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does any number, where the real entries need not be the first."""
+    monkeypatch.setattr(operators, "attention_to_lengths", lambda dtype, width: "flash")
+    monkeypatch.setattr(repairs, "_ON_CUDA", ("_scaled_dot_product_flash_attention_for_cpu",))
+    found, traced = made_of(attends)
+    assert found is not None
+    assert set(padding_of(found.graph, traced.symbols).verdicts.values()) == {Verdict.PROVED}
+    (at,) = (at for at, node in enumerate(found.graph.nodes) if node.op == KEYS)
+    size = next(symbol for symbol, field in traced.symbols.items() if field == change)
+    node = found.graph.nodes[at]
+    other = replace(node, arguments=tuple((name, size if name == "size" else one) for name, one in node.arguments))
+    graph = replace(found.graph, nodes=(*found.graph.nodes[:at], other, *found.graph.nodes[at + 1 :]))
+    sizes = Sizes({symbol: field for symbol, field in traced.symbols.items() if field == "s"}, question)
+    (output,) = interpret(graph, input_values(graph.inputs, sizes), sizes).outputs
+    assert isinstance(output, PaddedValue)
+    assert output.findings
 
 
 def test_a_layer_whose_length_is_not_padded_stays_one_operator() -> None:

@@ -48,6 +48,7 @@ UNSAMPLED = {
     "graphpass::real_size": "the same",
     "graphpass::real_index": "the same",
     "graphpass::real_order": "the same",
+    "graphpass::attention_to_keys": "the same",
     "graphpass::zero_padding": "a context marks rows for it; test_own_ops covers it",
     "higher_order::flex_attention": "its arguments are functions; test_operators_of_torch covers it",
 }
