@@ -42,7 +42,7 @@ class AttachedEncoder:
         self.manager.clear()
 
     def report(self) -> Report:
-        """What replays and what does not, and why; ``print`` it."""
+        """See :meth:`EncoderCudaGraphManager.report`."""
         return self.manager.report()
 
     def _put(self) -> None:

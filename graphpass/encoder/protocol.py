@@ -29,9 +29,6 @@ Outputs: TypeAlias = tuple[torch.Tensor, ...]
 
 Buffers: TypeAlias = Mapping[str, torch.Tensor]
 
-PaddingRule: TypeAlias = PadRule | None
-"""How padding rows of a buffer are filled, see :data:`graphpass.paddedcalls.PadRule`; None leaves them unchanged."""
-
 Axes: TypeAlias = tuple[tuple[str, Hashable], ...]
 """(name, value) of each axis of a key or an item, in the order of the configuration."""
 
@@ -66,8 +63,9 @@ class EncoderCudaGraphConfig:
     buffer_keys: tuple[str, ...]  #: names of the buffers that graphs read
     #: columns of the encoder's output; a tuple if the encoder returns several tensors
     output_width: int | tuple[int, ...]
-    #: {buffer key: rule}; other buffers are padded with zero
-    padding: Mapping[str, PaddingRule] = field(default_factory=dict)
+    #: {buffer key: how padding rows are filled, see :data:`graphpass.paddedcalls.PadRule`; None leaves them unchanged}.
+    #: Other buffers are padded with zero.
+    padding: Mapping[str, PadRule | None] = field(default_factory=dict)
     #: patches per output token (the square of the spatial merge size), for which the buffers of a budget have room
     patches_per_token: int = 1
     #: a number that divides the output tokens of every item; inferred budgets are multiples of it

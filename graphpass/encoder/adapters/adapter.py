@@ -101,7 +101,7 @@ class TowerAdapter(SupportsEncoderCudaGraph):
             widths = {shape[-1] for shape in shapes}
             self._widths = [widths.pop() if len(widths) == 1 else sum(self._sizes)]
             self._each = sum(self._sizes) // self._widths[0]  # tokens of an image
-        self._tables = GridTables(calls, self._unit, self._merge)
+        self._tables = GridTables(calls if self._has_grids else (), self._unit, self._merge)
         tokens = num_rows * self._each // self._unit + 3 * self._each
         key = EncoderGraphKey(tokens, tokens * self._unit, 3, 3)
         self._try(parts, {"pixel_values": pixels, GRID_KEY: grids}, key)
