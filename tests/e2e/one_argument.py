@@ -32,7 +32,6 @@ class Outcome:
     calls: int = 0  #: calls in one pass
     replays: int = 0  #: calls of the second pass that replayed a graph
     graphs: int = 0  #: captured graphs
-    limited: int = 0  #: calls of both passes without a graph because the runtime captures no more graphs
     verdicts: frozenset[tuple[str, str]] = frozenset()  #: (dimension of an input, verdict) of the padding table
     #: {reason: calls of the second pass that ran without a graph}
     reasons: Mapping[str, int] = field(default_factory=dict)
@@ -71,7 +70,6 @@ def compare(model: Any, batches: Callable[[], Batches], **options: Any) -> Outco
         calls=calls,
         replays=replays,
         graphs=runtime.stats().captured,
-        limited=sum(count for reason, count in without.items() if "max_graphs" in reason),
         verdicts=frozenset(
             (size.field, verdict)
             for record in runtime.callables()

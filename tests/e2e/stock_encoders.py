@@ -120,7 +120,6 @@ STAGES = {"num_encoder_blocks": 2, "depths": [1, 1], "hidden_sizes": [8, 16], "s
     "num_attention_heads": [1, 2], "mlp_ratios": [2, 2]}  # fmt: skip
 SEGMENTS = {**STAGES, "sr_ratios": [2, 1], "patch_sizes": [7, 3]}
 CONVNEXT = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2}
-DECODER = {**TEXT, "num_key_value_heads": 1, "use_cache": False, "max_position_embeddings": 64}
 
 _TEXTS = (
     *(masked_text(f"{name}Model", **TEXT) for name in ("Bert", "Roberta", "MPNet", "XLMRoberta", "XLMRobertaXL",
@@ -239,16 +238,3 @@ _SOUNDS = (
 )  # fmt: skip
 
 ENCODERS = {row.name: row for row in (*_TEXTS, *_VISIONS, *_SOUNDS)}
-
-DECODERS = {
-    row.name: row
-    for row in (
-        text(tokens, "LlamaForCausalLM", **DECODER),
-        text(tokens, "Qwen3ForCausalLM", **DECODER, head_dim=16),
-        text(tokens, "MistralForCausalLM", **DECODER),
-        text(tokens, "GPT2LMHeadModel", n_embd=32, n_layer=2, n_head=2, vocab_size=99, n_positions=64, use_cache=False),
-        text(tokens, "OPTForCausalLM", hidden_size=32, num_hidden_layers=2, num_attention_heads=2, ffn_dim=64,
-            vocab_size=99, use_cache=False, max_position_embeddings=64, word_embed_proj_dim=32),
-    )
-}  # fmt: skip
-"""Beside the encoders, without a cache."""

@@ -9,7 +9,6 @@ from tests.e2e.decoder_classes import (
     BUILT,
     COUNTS,
     NAMED_ALONE,
-    Outcome,
     described,
     outcomes,
     prompts,
@@ -63,19 +62,6 @@ def test_the_page_has_every_class_and_none_that_is_wrong() -> None:
     assert described(list(rows.values()), of_versions) == table_of_page()
     if of_versions == versions():
         assert list(rows) == list(decoder_classes())
-
-
-def test_a_page_is_read_as_it_was_written() -> None:
-    found = [Outcome("A", "equal"), Outcome("B", "refused", "`a | b` mixes"), Outcome("C", "different", "2 of 8 texts")]
-    found += [
-        Outcome("D", "refused", "D is not served"),
-        Outcome("E", "refused", "E is not served"),
-        Outcome("F", "not built"),
-    ]
-    table = described(found, "transformers 1.0, torch 2.0")
-    assert table.startswith("transformers 1.0, torch 2.0: 6 classes, 1 different, 1 equal, 1 not built, 3 refused.")
-    assert "| D, E | refused | *the class* is not served |" in table
-    assert rows_of(table) == {outcome.name: outcome for outcome in found}
 
 
 @pytest.mark.soak

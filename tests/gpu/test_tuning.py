@@ -102,17 +102,5 @@ def test_a_loaded_start_has_the_variants_that_were_chosen(step: Step, tmp_path: 
     assert chosen.tuning_s > loaded.tuning_s == 0
 
 
-def test_random_numbers_are_not_tuned_and_stay_random() -> None:
-    class Noise(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + torch.rand_like(x)
-
-    x = torch.zeros(4, 64, device="cuda")
-    tuned = graphed(Noise(), x, tune_seconds=60)
-    assert not torch.equal(tuned(x), tuned(x))
-    assert all(found.settings == "untuned" for found in tuned.report().figures.costs.tuned)
-    tuned.close()
-
-
 def test_this_torch_has_the_settings() -> None:
     assert configuration.settings_that_are_off(tuning.SETTINGS) == list(tuning.SETTINGS)
