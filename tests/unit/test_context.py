@@ -6,6 +6,8 @@ import asyncio
 import copy
 import dataclasses
 import pickle
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from graphpass.context import current_context, get_forward_context, is_forward_context_available, set_forward_context
 from graphpass.errors import ContextError, OptionError
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
+from tests.processes import environment
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 KEY = BatchDescriptor(8)
@@ -118,6 +121,17 @@ def test_copies_and_pickles_are_the_same_key(descriptor: BatchDescriptor) -> Non
     for twin in copies:
         assert twin == descriptor
         assert {descriptor: 1}[twin] == 1
+
+
+def test_a_pickle_of_another_process_is_the_same_key() -> None:
+    program = (
+        "import pickle, sys; from graphpass.keys import BatchDescriptor;"
+        "sys.stdout.buffer.write(pickle.dumps(BatchDescriptor(8, extra=(('name', 'text'),))))"
+    )
+    seeded = environment(PYTHONHASHSEED="12345")
+    written = subprocess.run([sys.executable, "-c", program], env=seeded, capture_output=True, check=True).stdout
+    descriptor = pickle.loads(written)
+    assert {BatchDescriptor(8, extra=(("name", "text"),)): 1}[descriptor] == 1
 
 
 def test_unhashable_extra_is_refused_when_made() -> None:

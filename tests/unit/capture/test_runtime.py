@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -24,6 +25,36 @@ def plus_one(x: torch.Tensor) -> torch.Tensor:
 
 
 # -- the pool rule -----------------------------------------------------------------------------------------------------
+
+
+def test_a_second_thread_waits_for_its_turn(rig: Any) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def slow(x: torch.Tensor) -> torch.Tensor:
+        inside.set()
+        assert go_on.wait(10)
+        order.append("slow")
+        return x + 1
+
+    slow_wrapper, quick = rig.wrap(slow, name="slow"), rig.wrap(lambda x: x * 2, name="quick")
+    rig.capture(quick, X)
+
+    def second() -> torch.Tensor:
+        assert inside.wait(10)
+        got = rig.call(quick, X * 3)
+        order.append("quick")
+        return got
+
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(rig.capture, slow_wrapper, X)
+        later = threads.submit(second)
+        with pytest.raises(TimeoutError):
+            later.result(0.5)
+        go_on.set()
+        assert torch.equal(first.result(10), X + 1)
+        assert torch.equal(later.result(10), X * 6)
+    assert order == ["slow", "slow", "quick"]
 
 
 def test_counts_are_read_while_another_thread_captures(rig: Any) -> None:

@@ -257,6 +257,20 @@ def test_a_failed_capture_leaves_everything_as_it_was(rig: Any, trouble: str, st
     assert (rig.counts(wrapper).captured, rig.counts(wrapper).replayed) == (1, 1)
 
 
+@pytest.mark.parametrize("run", [1, 2], ids=["warm-up", "recording"])
+def test_it_may_fail_while_warming_up_and_while_recording(rig: Any, run: int) -> None:
+    wrapper = rig.wrap(Fails(raise_it(ValueError("once")), run), mutated_inputs=[1])
+    state = torch.ones(8)
+    with pytest.raises(CaptureError, match="ValueError: once"):
+        rig.capture(wrapper, SHIFTED, state)
+    assert torch.equal(state, torch.ones(8))
+    assert rig.counts(wrapper).warmed == run - 1
+    torch.manual_seed(1)
+    got = rig.capture(wrapper, SHIFTED, state)
+    torch.manual_seed(1)
+    assert torch.equal(got, torch.ones(8) + torch.rand(8) + SHIFTED)
+
+
 def test_the_error_says_where_what_and_how_many_bytes(rig: Any) -> None:
     wrapper = rig.wrap(Fails(raise_it(torch.OutOfMemoryError("no bytes left"))), name="g0.r3", mutated_inputs=[1])
     with pytest.raises(CaptureError) as failure:

@@ -63,6 +63,7 @@ INDEX = [
         "b+ s~",
         lambda x, at: torch.zeros_like(x).scatter(1, at[:, None, None].expand(-1, 1, 8), x[:, :1]),
     ),
+    P("the last three by the size", "b+ s-", lambda x: x[:, x.shape[1] - 3 :]),
     P("the last token by a constant", "b+ s-", lambda x: x[:, torch.full((1,), -1)]),
     P("a host read", "b+", lambda v, at: v * at[0].item()),
     P("a host read of a mean", "b-", lambda v: v * v.mean().item()),

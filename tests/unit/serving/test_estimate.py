@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import reduce
 from typing import Any, cast
 
 import pytest
@@ -237,11 +236,6 @@ def test_executables_are_made_until_their_size_is_known() -> None:
     assert estimate.groups[0].growth.driver_bytes == (200 + 3) * 8 * MIB
 
 
-def bytes_after(estimate: MemoryEstimate, keys: Sequence[Key]) -> int:
-    """Bytes of a pool with all keys, captured in this order."""
-    return reduce(lambda pool, at: estimate.pool.after(pool, keys[:at], keys[at]), range(len(keys)), 0)
-
-
 def test_what_a_block_of_its_own_size_takes_is_counted_once() -> None:
     """The smallest key needs a segment for small blocks, though there is room among the large ones."""
     keys = mixed(*range(1, 19))
@@ -267,21 +261,6 @@ def test_a_group_that_finds_room_adds_nothing_to_the_pool() -> None:
     ]
     assert estimate.total_bytes == 80 + 16 - 4
     assert estimate.peak_bytes == estimate.total_bytes + 50 + 10
-
-
-def test_a_group_that_finds_no_room_in_one_piece_adds_what_it_took() -> None:
-    keys = mixed(8, 4) + decode(4, 2)
-    groups = {
-        "mixed PIECEWISE": [Sample(keys[0], MemoryGrowth(80), 0)],
-        "decode FULL": [Sample(keys[2], MemoryGrowth(60), 0)],
-    }
-    behind = [Sample(keys[0], MemoryGrowth(80), 0), Sample(keys[2], MemoryGrowth(60), 0)]
-    estimate = estimate_of(
-        keys_by_group(keys), Measured(groups, largest_in_one_pool=behind, pool_setup=MemoryGrowth(30, 5, 0))
-    )
-    assert [group.growth.pool_bytes for group in estimate.groups] == [30 + 80, 60]
-    assert estimate.total_bytes == 30 + 80 + 60 + 5
-    assert bytes_after(estimate, keys[2:]) == 30 + 60 + 60, "never less than what it took behind the others"
 
 
 def test_it_prints_a_line_for_each_group() -> None:

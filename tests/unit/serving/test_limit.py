@@ -117,15 +117,6 @@ def test_a_process_without_stderr_has_no_bar(monkeypatch: pytest.MonkeyPatch) ->
     assert list(capture_progress([1, 2])) == [1, 2]
 
 
-@pytest.mark.parametrize(("progress", "is_shown"), [(None, False), (True, True)])
-def test_the_option_of_a_graphed_model(progress: bool | None, is_shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = io.StringIO()
-    fast = graphpass.graphed(torch.nn.Linear(3, 3), [2], {"input": 0}, compiler="eager", progress=progress)
-    monkeypatch.setattr(sys, "stderr", screen)
-    fast.capture(torch.ones(2, 3))
-    assert ("capturing" in screen.getvalue()) == is_shown
-
-
 def test_another_value_is_refused() -> None:
     with pytest.raises(graphpass.errors.OptionError, match="progress"):
         graphpass.graphed(torch.nn.Linear(3, 3), progress="never")

@@ -49,25 +49,6 @@ def sampled(manager: CudaGraphManager) -> dict[str, list[int]]:
     return {group.name: [key.num_tokens for key in group.sampled] for group in manager.estimate().groups}
 
 
-def test_an_estimate_before_the_capture_asks_few_keys_and_leaves_nothing() -> None:
-    runtime = CountingRuntime()
-    manager = made(Rows().eval(), "FULL_AND_PIECEWISE", range(1, 11), runtime=runtime)
-    estimate = manager.estimate()
-    assert sampled(manager) == {"mixed PIECEWISE": [10], "decode FULL": [10]}
-    assert [(group.num_keys, group.growth.pool_bytes) for group in estimate.groups] == [(10, 100), (10, 100)]
-    assert runtime.largest_pool == 200, "the largest keys of both groups, behind each other"
-    assert estimate.seconds > 0
-    assert estimate.buffer_bytes == manager.stats().buffer_bytes
-    assert runtime.counts() == {}
-    assert manager.needs_capture()
-    assert manager.stats().keys == ()
-    assert not any(
-        manager.dispatcher.is_captured(mode, key) for mode, keys in manager.dispatcher.capture_plan() for key in keys
-    )
-    with pytest.raises(CaptureError, match="nothing has been captured yet"):
-        run(manager, rows(3))
-
-
 def test_the_capture_uses_what_the_estimate_compiled() -> None:
     manager = made(Rows().eval())
     manager.estimate()

@@ -186,48 +186,6 @@ def test_what_attention_can_be_captured_with_bounds_the_mode(
     assert all("attention support" in text and text in notes(manager) for text in warned)
 
 
-def test_a_key_field_of_attention_chooses_the_key() -> None:
-    """A bucketed maximum length beside the token count."""
-
-    class Bounded(SlotBuilder):
-        def extra(self, attention: Any) -> tuple[tuple[str, Any], ...]:
-            return (("max_seq_len", max(attention) + 1),)
-
-    builder = Bounded()
-    model = Attends().eval()
-    dispatcher = CudagraphDispatcher("FULL", {"num_tokens": [4, 8], "max_seq_len": [8, 16]}, max_num_reqs=8)
-    manager = CudaGraphManager(model, dispatcher, [X], attention=builder, compiler="eager", on_fallback="silent")
-    manager.capture()
-    assert len(manager.stats().keys) == 4
-    requests = Requests(model)
-    for slots in ([1, 2], [9, 3], [7] + [1] * 0, list(range(8)), [15, 0, 1, 2, 3]):
-        requests.agree(manager, slots)
-    used = [
-        (key.captured.descriptor.num_tokens, dict(key.captured.descriptor.extra)["max_seq_len"], key.replays)
-        for key in manager.stats().keys
-    ]
-    assert sorted(used) == [(4, 8, 2), (4, 16, 1), (8, 8, 1), (8, 16, 1)]
-    learned = [key for key in builder.built_for if key is None]
-    assert len(learned) == 1
-
-
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_metadata_that_does_not_fit_is_refused_and_the_next_batch_is_right(mode: str) -> None:
-    builder = SlotBuilder()
-    model = Attends().eval()
-    manager = captured(model, mode, attention=builder)
-    requests = Requests(model)
-    if mode == "FULL":
-        with pytest.raises(ShapeError, match="too many slots"):
-            run(manager, rows(3), attention=[1, 2, 3, 4, 5])
-    with pytest.raises((TypeError, ValueError)):
-        run(manager, rows(3), attention=["no slot"] * 3)
-    assert not builder.sums[:16].any()
-    for slots in ([1, 2, 3], [3, 4]):
-        requests.agree(manager, slots)
-    torch.testing.assert_close(builder.sums[:16], requests.sums)
-
-
 # Several managers of a runtime, a model or a dispatcher; several threads.
 
 

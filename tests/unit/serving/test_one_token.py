@@ -15,12 +15,8 @@ from tests.unit.offload.test_offload import Stack
 from tests.unit.ranks.test_conversation import Written
 from tests.unit.serving.managed import (
     FULL,
-    PIECEWISE,
     WIDTH,
-    Attends,
-    Requests,
     Rows,
-    SlotBuilder,
     assert_right,
     captured,
     hits,
@@ -162,16 +158,6 @@ def test_a_larger_key_is_compiled_for(estimates: bool) -> None:
     assert hits(manager) == {(FULL, 1): 3, (FULL, 4): 2}
     manager.recapture()
     assert_right(manager, (1, 3, 4))
-    manager.close()
-
-
-def test_attention_reads_the_requests_of_an_uncompiled_batch() -> None:
-    model = Attends().eval()
-    manager, requests = captured(model, "FULL_AND_PIECEWISE", attention=SlotBuilder(), **ONE), Requests(model)
-    for slots in ([0, 1, 2], [1], [2, 0], [0]):
-        requests.agree(manager, slots, num_reqs=1, uniform_decode=len(slots) == 1)
-    assert hits(manager)[FULL, 1] == 2
-    assert PIECEWISE not in {mode for mode, size in hits(manager) if size > 1}
     manager.close()
 
 
