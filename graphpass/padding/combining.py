@@ -1,4 +1,4 @@
-"""Relations of operators that combine entries along dimensions: mixes, reduces and contracts."""
+"""Relations of operators that combine entries along dimensions: reduces and contracts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from graphpass.padding.values import (
     shown,
 )
 
-# --- mixes: entries are combined within some dimensions, which must be unpadded; all others stay as they are
+# --- reduces: entries are combined within some dimensions, whose padding must be neutral; all others stay as they are
 
 Dims = Callable[[OpCall, PaddedValue], Iterable[int]]
 
@@ -48,26 +48,23 @@ Neutral = Callable[[torch.dtype], bool | int | float]
 """What an operator takes for nothing in an operand of this type."""
 
 
-def mixes(over: Dims, what: str = "") -> PaddingRule:
-    """The relation of an operator whose entries depend on all entries along some dimensions, which it may resize."""
+def _beside(
+    call: OpCall,
+    value: PaddedValue,
+    dims: Sequence[int],
+    shape: TensorShape,
+    of_rows: Callable[[Pad | None], Pad | None] = blurred,
+) -> PaddedValue:
+    """A result that has the dimensions of ``value`` except ``dims``, which are resized, or gone in a smaller result.
 
-    def rule(call: OpCall) -> Returned:
-        value = call.tensor("self", "input", "a")
-        dims = list(over(call, value))
-        call.unpadded(value, dims, what or f"{call.name.strip('_')} over")  # guard: proof_mixed_padding
-        return call.each(lambda shape: _beside(call, value, dims, shape))
-
-    return rule
-
-
-def _beside(call: OpCall, value: PaddedValue, dims: Sequence[int], shape: TensorShape) -> PaddedValue:
-    """A result that has the dimensions of ``value`` except ``dims``, which are resized, or gone in a smaller result."""
+    ``of_rows`` says what it holds in padding from what rows of padding hold.
+    """
     new = call.fresh(shape).factors
     kept = [dim for dim in range(value.rank) if len(new) >= value.rank or dim not in dims]
     factors = [new[at] if dim in dims else value.factors[dim] for at, dim in enumerate(kept)]
     result = PaddedValue((*factors, *new[len(kept) :]))
     # guard: proof_computed_zeros
-    pads = {(kept.index(dim), at): blurred(value.pad_at((dim, at))) for dim, at in call.places(value)}
+    pads = {(kept.index(dim), at): of_rows(value.pad_at((dim, at))) for dim, at in call.places(value) if dim in kept}
     return result.with_pads(pads)
 
 
@@ -151,8 +148,6 @@ def positions(call: OpCall, value: PaddedValue) -> range:
     return range(value.rank - count, value.rank)
 
 
-# --- reduces: a padded dimension may be combined where its padding is neutral
-
 _SUMS = f"compute it from sums {DECLARE_MASK}"
 _FROM_SUMS = ("mean", "var", "var_mean")
 _REDUCED = ("self", "inp", "x", "a", "input")
@@ -187,27 +182,29 @@ def _is_neutral(neutral: Neutral, pad: Pad | None, dtype: torch.dtype) -> bool:
     return is_number(pad) and (pad == neutral(dtype) or (neutral is hidden and is_low(pad)))  # guard: proof_low_maximum
 
 
-def reduces(neutral: Neutral | None) -> PaddingRule:
-    """The relation of an operator without the dimensions that it combines, whose padding must be neutral."""
+def reduces(neutral: Neutral | None, over: Dims = named_dims, what: str = "") -> PaddingRule:
+    """The relation of an operator whose entries depend on all entries along some dimensions, resized or gone in it.
+
+    Their padding must be neutral, or there must be none.
+    """
 
     def rule(call: OpCall) -> Returned:
         value = call.tensor(*_REDUCED)
-        dims = named_dims(call, value)
-        places = _require_neutral(call, value, dims, neutral)
+        dims = list(over(call, value))
+        places = _require_neutral(call, value, dims, neutral, what)
         if isinstance(call.result, tuple) and places and call.name in ("max", "min"):
             raise call.refuse_place(value, places[0], f"the index of {call.name} over")
         # Entries with two indices in padding are unknown: beside padded sums, only whether it is finite stays.
-        of_rows = blurred if places else functools.partial(_of_rows, call.name)  # guard: proof_reduced_padding
-        known = {place: of_rows(pad) for place, pad in value.padding if place[0] not in dims}
-        rank = len(call.shapes[0].sizes)
-        rest = without_dims(PaddedValue(value.factors).with_pads(known), dims, keepdim=rank == value.rank and rank > 0)
-        blurry = rest.with_pads({place: blurred(pad) for place, pad in rest.padding})
-        return call.each(lambda _: blurry if isinstance(call.result, tuple) else rest)
+        is_blurred = places or isinstance(call.result, tuple)
+        of_rows = blurred if is_blurred else functools.partial(_of_rows, call.name)  # guard: proof_reduced_padding
+        return call.each(lambda shape: _beside(call, value, dims, shape, of_rows))
 
     return rule
 
 
-def _require_neutral(call: OpCall, value: PaddedValue, dims: Sequence[int], neutral: Neutral | None) -> list[Place]:
+def _require_neutral(
+    call: OpCall, value: PaddedValue, dims: Sequence[int], neutral: Neutral | None, what: str = ""
+) -> list[Place]:
     """The places of the padded factors in ``dims``, all of them neutral, and one alone or all entries alike."""
     places = call.places(value, dims)
     if neutral is not None:
@@ -222,7 +219,7 @@ def _require_neutral(call: OpCall, value: PaddedValue, dims: Sequence[int], neut
             raise call.refuse(f"{call.name.strip('_')} over several padded dimensions at once", product(sizes))
         if not known:
             remedy = HIDE_PADDING if neutral is not None else _SUMS if call.name in _FROM_SUMS else ""
-            raise call.refuse_place(value, place, f"{call.name.strip('_')} over", remedy)
+            raise call.refuse_place(value, place, what or f"{call.name.strip('_')} over", remedy)
         if is_low(pad):
             call.assumptions.update(hiding(pad))
     return places
@@ -300,13 +297,10 @@ def scan(call: OpCall) -> Returned:
     """Forward scans: an entry depends on earlier entries only, which are real if it is real."""
     value = call.tensor("self")
     dim = call.dim(call.argument("dim"), value.rank)
-    if value.rank and not call.sizes.starts_clean(value.factors[dim]):  # guard: proof_scan_inside
-        of_dim = value.factors[dim]
-        raise call.refuse(f"{call.name} along the padded dimension {dim} of {list(of_dim)}", product(of_dim))
+    if value.rank:
+        call.at_the_start(value, dim, f"{call.name} along")  # guard: proof_scan_inside
     result = call.carried(PaddedValue(value.factors))
     pads = {place: pad for place, pad in result.padding if place[0] != dim or not is_finite(pad)}
-    if call.name == "cumsum":
-        pads |= {place: 0 for place, pad in value.padding if place[0] != dim and is_zero(pad)}
     return call.each(lambda _: result.with_pads(pads))
 
 
@@ -335,13 +329,6 @@ def recurrent_layer(call: OpCall) -> Returned:
         return call.reached(replace(fresh, factors=factors), *reasons)
 
     return (result, *call.sides(after))
-
-
-def without_dims(value: PaddedValue, dims: Sequence[int], *, keepdim: bool) -> PaddedValue:
-    """``value`` without ``dims``, or with size 1 in them if ``keepdim``."""
-    remaining = [dim for dim in range(value.rank) if keepdim or dim not in dims]
-    to = {dim: at for at, dim in enumerate(remaining) if dim not in dims}
-    return value.moved(tuple(value.factors[dim] if dim in to else () for dim in remaining), to)
 
 
 # --- contracts: products are summed over a dimension of two operands, where padding of zeros is neutral
@@ -374,25 +361,17 @@ def distances(call: OpCall) -> PaddedValue:
     return result.with_pads({place: blurred(pad) for place, pad in result.padding})
 
 
-def scaled_product(call: OpCall) -> PaddedValue:
-    """Products of 8-bit operands, with one scale for each operand or for each row."""
-    first, second = call.tensor("self"), call.tensor("mat2")
-    call.unpadded(first, [1], "sums products over")
-    call.unpadded(second, [0, 1], "has a weight with")
-    for name, value in call.arguments.items():
-        if name.startswith("scale_") and isinstance(value, PaddedValue):
-            rows = value.factors[:1]
-            if call.places(value) and (name != "scale_a" or rows != first.factors[:1] or call.places(value, [1])):
-                raise call.refuse(f"{name} has other rows than its operand")
-    matrix = call.carried(PaddedValue((first.factors[0], second.factors[1])), first)
-    return _with_bias(call, matrix, call.argument("bias"))
-
-
-def packed_product(call: OpCall) -> PaddedValue:
-    """Products of rows with a weight whose entries are packed, by scales of the weight."""
+def rows_of_a_product(call: OpCall) -> PaddedValue:
+    """Products of rows with a weight of 8 bits or of packed entries, by scales of the weight, and of each row."""
     first = call.tensor("self")
     call.unpadded(first, [1], "sums products over")  # guard: proof_packed_product
-    call.unpadded_weights("mat2", "scales", "qScaleAndZeros")
+    scale = call.argument("scale_a")
+    of_rows = isinstance(scale, PaddedValue) and (
+        scale.factors[:1] == first.factors[:1] and not call.places(scale, [1])
+    )
+    if isinstance(scale, PaddedValue) and call.places(scale) and not of_rows:
+        raise call.refuse("scale_a has other rows than its operand")
+    call.unpadded_weights(*(name for name in call.arguments if name not in ("self", "scale_a")))
     return call.carried(PaddedValue((first.factors[0], *call.fresh().factors[1:])), first)
 
 

@@ -414,7 +414,7 @@ def index_operands(call: OpCall) -> Iterator[tuple[ArgumentPath, PaddedValue, Fa
 
 _UNIFORM = words(
     "view _unsafe_view reshape _reshape_alias view_copy squeeze unsqueeze split_dim collapse_view permute transpose t",
-    "expand broadcast_in_dim repeat view_as_complex view_as_real select mm bmm mv dot vdot addmm baddbmm addmv sum",
+    "expand broadcast_in_dim view_as_complex view_as_real select mm bmm mv dot vdot addmm baddbmm addmv sum",
     "mean any all prod amax amin var",
 )
 """Operators that give all entries along a size the same value if their arguments do; so do those of these rules."""

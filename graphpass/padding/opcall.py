@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import sympy
 
 from graphpass.ledger import PaddingFinding, Reason
-from graphpass.padding.sizes import Question, Sizes
+from graphpass.padding.sizes import Question, Sizes, product
 from graphpass.padding.values import (
     Factors,
     Pad,
@@ -205,6 +205,16 @@ class OpCall:
         for place in self.places(value, dims):
             raise self.refuse_place(value, place, what, remedy)
 
+    def at_the_start(self, value: PaddedValue, dim: int, what: str) -> None:
+        """Require that the clean entries along a dimension are its first ones.
+
+        Raises:
+            Unknown: padding lies between them; the reason says that the call does ``what`` with the dimension.
+        """
+        of_dim = value.factors[dim]
+        if not self.sizes.starts_clean(of_dim):
+            raise self.refuse(f"{what} the padded dimension {dim} of {list(of_dim)}", product(of_dim))
+
     def unpadded_weights(self, *names: str) -> None:
         """Require that none of the tensors among these arguments has a padded dimension."""
         for name in names:
@@ -303,7 +313,7 @@ def words(*lines: str) -> frozenset[str]:
 
 MOVES = words(
     "clone alias detach lift_fresh lift_fresh_copy _to_copy to convert_element_type copy fill view _unsafe_view",
-    "reshape _reshape_alias view_copy squeeze unsqueeze permute transpose t expand broadcast_in_dim repeat select",
+    "reshape _reshape_alias view_copy squeeze unsqueeze permute transpose t expand broadcast_in_dim select",
     "slice split split_with_sizes unbind cat stack flip roll index _unsafe_index index_select gather embedding",
     "constant_pad_nd scatter index_put _unsafe_index_put slice_scatter select_scatter zero_padding copy_ unfold",
     "amax amin max min sort topk kthvalue cummax cummin",

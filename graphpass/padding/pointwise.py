@@ -309,13 +309,6 @@ def counted(call: OpCall) -> PaddedValue:
     return replace(value, index=IndexAlong(0, 0, start)) if whole else value
 
 
-def identity_matrix(call: OpCall) -> PaddedValue:
-    """``eye``: padding columns are zero in real rows, and padding rows in real columns."""
-    value = call.fresh()
-    square = value.factors[0] == value.factors[1]
-    return value.with_pads(dict.fromkeys(call.places(value), 0)) if square else value
-
-
 def draws(call: OpCall) -> None:
     """Add a finding if the number of random numbers that the call draws depends on padding."""
     tensors = [value for value in call.arguments.values() if isinstance(value, PaddedValue)]

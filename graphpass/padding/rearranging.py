@@ -10,7 +10,6 @@ from typing import Any
 import sympy
 import torch
 
-from graphpass.padding.combining import without_dims
 from graphpass.padding.opcall import OpCall, Returned, Unknown
 from graphpass.padding.pointwise import broadcast, over_ranks
 from graphpass.padding.sizes import Regrouping, as_size, product
@@ -96,46 +95,33 @@ def expand(call: OpCall) -> PaddedValue:
     return broadcast(call, value, [own or of_dim for own, of_dim in zip(factors, wanted, strict=True)])
 
 
-def repeat(call: OpCall) -> PaddedValue:
-    """``repeat``: each dimension gets the number of repetitions as its outermost factor."""
-    value, repeats = call.tensor("self"), call.argument("repeats", "dims")
-    offset = len(call.shape.sizes) - value.rank
-    factors = ((),) * offset + value.factors
-    repeats = (1,) * (len(factors) - len(repeats)) + tuple(repeats)
-    # guard: proof_repeated_order
-    repeated = (call.sizes.merged([times, *of_dim]) for times, of_dim in zip(repeats, factors, strict=True))
-    result = PaddedValue(tuple(repeated), constant=value.constant)
-    to: dict[Place, Place] = {}
-    for dim in range(value.rank):  # a padded number of repetitions is a place in front of the others
-        before, after = call.places(value, [dim]), call.places(result, [dim + offset])
-        to.update(zip(before, after[len(after) - len(before) :], strict=True))
-    return result.with_pads({to[place]: pad for place, pad in value.padding})
-
-
 def gathered(call: OpCall) -> PaddedValue:
     """The entries of all ranks, one rank after the other along the first dimension."""
     value = over_ranks(call)
-    repeats = (call.argument("group_size"), *(1,) * (value.rank - 1))
-    return repeat(replace(call, arguments={"self": value, "repeats": repeats}))
+    first = call.sizes.merged([call.argument("group_size"), *value.factors[0]])
+    result = PaddedValue((first, *value.factors[1:]))
+    to = dict(zip(call.places(value), call.places(result), strict=True))
+    return result.with_pads({to[place]: pad for place, pad in value.padding})
 
 
 # --- cuts and joins
 
 
-def cut(call: OpCall, value: PaddedValue, dim: int, start: Any, size: Size, step: Any = 1) -> PaddedValue:
-    """A slice of dimension ``dim`` from ``start`` with ``step``; it has ``size`` entries in the padded run."""
+def cut(
+    call: OpCall, value: PaddedValue, dim: int, start: Any, size: Size, step: Any = 1, what: str = "a slice"
+) -> PaddedValue:
+    """A part of dimension ``dim`` from ``start`` with ``step``; it has ``size`` entries in the padded run."""
     of_dim = value.factors[dim]
     whole = product(of_dim)
     if start == 0 and step == 1 and size == whole:
         return value
     padded = call.sizes.any_padded(of_dim)
     if call.padded(start) or call.padded(step):
-        raise call.refuse(f"a slice of dimension {dim} starts or steps by a padded size", start)
+        raise call.refuse(f"{what} of dimension {dim} starts or steps by a padded size", start)
     # guard: proof_slice_from_the_end
     if padded and not (isinstance(start, int) and start >= 0 and isinstance(step, int) and step >= 1):
-        raise call.refuse(f"a slice counts the padded dimension {dim} from its end", of_dim[0])
-    if not call.sizes.starts_clean(of_dim):  # guard: proof_slice_inside
-        raise call.refuse(f"a slice moves entries along the padded dimension {dim} of {list(of_dim)}", product(of_dim))
+        raise call.refuse(f"{what} of the padded dimension {dim} is counted from its end", of_dim[0])
+    call.at_the_start(value, dim, f"{what} of")  # guard: proof_slice_inside
     factors: list[Factors] = list(value.factors)
     factors[dim] = call.sizes.merged([size])
     pads = {place: pad for place, pad in value.padding if place[0] != dim}
@@ -153,15 +139,9 @@ def cut(call: OpCall, value: PaddedValue, dim: int, start: Any, size: Size, step
 
 def selected(call: OpCall, value: PaddedValue, dim: int, index: Any) -> PaddedValue:
     """``value`` at one entry of dimension ``dim``, which is removed."""
-    of_dim = value.factors[dim]
-    if call.padded(index):
-        raise call.refuse(f"the padded size {index} is an index", index)
-    if call.sizes.any_padded(of_dim):
-        if not isinstance(index, int) or index < 0:  # guard: proof_entry_from_the_end
-            raise call.refuse(f"entry {index} of the padded dimension {dim} is counted from its end", of_dim[0])
-        if not call.sizes.starts_clean(of_dim):  # guard: proof_entry_inside
-            raise call.refuse(f"one entry of the padded dimension {dim} of {list(of_dim)}", product(of_dim))
-    return without_dims(value, [dim], keepdim=False)
+    entry = cut(call, value, dim, index, 1, what=f"entry {index}")
+    kept = [at for at in range(value.rank) if at != dim]
+    return entry.moved(tuple(value.factors[at] for at in kept), {at: position for position, at in enumerate(kept)})
 
 
 def slice_of(call: OpCall) -> PaddedValue:
@@ -177,9 +157,7 @@ def framed(call: OpCall) -> PaddedValue:
     """``unfold``: real frames lie within real entries."""
     value = call.tensor("self")
     dim = call.dim(call.argument("dimension"), value.rank)
-    of_dim = value.factors[dim]
-    if not call.sizes.starts_clean(of_dim):  # guard: proof_frames_inside
-        raise call.refuse(f"takes frames of the padded dimension {dim} of {list(of_dim)}", product(of_dim))
+    call.at_the_start(value, dim, "takes frames of")  # guard: proof_frames_inside
     length, frame = call.shape.sizes[dim], call.shape.sizes[-1]
     factors = (*value.factors[:dim], call.sizes.merged([length]), *value.factors[dim + 1 :], call.sizes.merged([frame]))
     pads = {place: pad for place, pad in value.padding if place[0] != dim}
@@ -223,9 +201,8 @@ def cat(call: OpCall) -> PaddedValue:
         for place in call.places(part, [dim]):
             raise call.refuse_place(part, place, "puts entries behind")  # guard: proof_joined_behind
     last = parts[-1]
-    if len(parts) > 1 and not call.sizes.starts_clean(last.factors[dim]):
-        moved = last.factors[dim]
-        raise call.refuse(f"moves entries along the padded dimension {dim} of {list(moved)}", product(moved))
+    if len(parts) > 1:
+        call.at_the_start(last, dim, "moves entries along")
     factors = list(last.factors)
     for part in parts[:-1]:
         factors = call.unify_into(factors, part, dim)
@@ -287,49 +264,23 @@ def constant_pad(call: OpCall) -> PaddedValue:
 
 def _check_behind(call: OpCall, value: PaddedValue, dim: int, right: Any, fill: object) -> None:
     """Require that padding equals the fill, because entries added after it have other positions in the real run."""
-    of_dim = value.factors[dim]
-    if not call.sizes.starts_clean(of_dim):
-        raise call.refuse(f"moves entries along the padded dimension {dim} of {list(of_dim)}", product(of_dim))
+    call.at_the_start(value, dim, "moves entries along")
     pad = value.pad_at((dim, 0))
     # guard: proof_filled_behind
     if not (isinstance(right, int) and right <= 0) and (not is_number(pad) or pad != fill):
-        raise call.refuse(f"puts {fill} behind the padding of dimension {dim}", of_dim[0])
+        raise call.refuse(f"puts {fill} behind the padding of dimension {dim}", value.factors[dim][0])
 
 
 def replaced_part(call: OpCall) -> PaddedValue:
-    """``slice_scatter`` and ``select_scatter``, which replace a part of a dimension."""
+    """``slice_scatter`` and ``select_scatter``: a part of a dimension that ends where it does at the real sizes."""
     value, source = call.tensor("self"), call.tensor("src")
     dim = call.dim(call.argument("dim", default=0), value.rank)
-    if call.name == "select_scatter":
-        selected(call, value, dim, call.argument("index"))
-        source = _with_dim(source, dim)
-    else:
-        _check_replaced(call, value, source, dim)
-    factors = call.unify_into(value.factors, source, dim)
-    places = call.places(PaddedValue(tuple(factors)), [at for at in range(value.rank) if at != dim])
-    common = {place: either(value.pad_at(place), source.pad_at(place)) for place in places}
-    return PaddedValue(tuple(factors)).with_pads(common)
-
-
-def _check_replaced(call: OpCall, value: PaddedValue, source: PaddedValue, dim: int) -> None:
-    """Refuse a replaced slice that ends at another entry than in the run at the real sizes."""
-    start, end, step = (
-        call.argument(name, default=other) for name, other in (("start", 0), ("end", None), ("step", 1))
-    )
-    start = 0 if start is None else start
-    of_dim, length = value.factors[dim], product(source.factors[dim])
-    for number in (start, step):
-        if call.padded(number):
-            raise call.refuse(f"replaces a slice of dimension {dim} named by a padded size", number)
-    padded, moving = call.sizes.any_padded(of_dim), call.padded(length)
-    if not padded and not moving and not call.padded(end):
-        return
-    if not (isinstance(start, int) and start >= 0 and isinstance(step, int) and step >= 1):
-        raise call.refuse(
-            f"replaces a slice counted from the end of the padded dimension {dim}", (of_dim or (length,))[0]
-        )
-    if not (call.sizes.starts_clean(of_dim) and call.sizes.starts_clean(source.factors[dim])):
-        raise call.refuse(f"moves entries along the padded dimension {dim} of {list(of_dim)}", product(of_dim))
-    to_the_end = step == 1 and padded and sympy.expand(product(of_dim) - start - length) == 0
-    if not to_the_end and (moving or call.padded(end)):  # guard: proof_replaced_slice
+    source = _with_dim(source, dim) if "index" in call.arguments else source
+    start, end, step = call.argument("index", "start") or 0, call.argument("end"), call.argument("step", default=1)
+    length = product(source.factors[dim])
+    part = cut(call, value, dim, start, length, step, "a replaced part")
+    to_the_end = step == 1 and sympy.expand(product(value.factors[dim]) - start - length) == 0
+    if not to_the_end and (call.padded(length) or call.padded(end)):  # guard: proof_replaced_slice
         raise call.refuse(f"writes padding to dimension {dim}, or ends at a padded size", length)
+    call.unify(part.factors[dim], source.factors[dim])
+    return call.carried(PaddedValue(tuple(call.unify_into(value.factors, source, dim))), value, source)

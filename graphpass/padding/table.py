@@ -26,7 +26,7 @@ import torch
 from graphpass.compat import operators
 from graphpass.errors import OptionError, did_you_mean
 from graphpass.padding import attending, combining, indexing, neutral, pointwise, rearranging
-from graphpass.padding.combining import contracts, extremes, mixes, reduces
+from graphpass.padding.combining import contracts, extremes, reduces
 from graphpass.padding.opcall import OpCall, PaddingReason, PaddingRule, Returned
 from graphpass.padding.values import operator_named
 
@@ -65,10 +65,9 @@ _MAKES: list[tuple[PaddingRule, str]] = [
         "full new_full zeros new_zeros zero ones new_ones zeros_like ones_like full_like fill scalar_tensor"
         " | full full_like scalar_tensor",
     ),
-    (OpCall.fresh, "empty new_empty empty_like empty_strided new_empty_strided empty_permuted | empty_strided"),
+    (OpCall.fresh, "empty new_empty empty_like empty_strided new_empty_strided empty_permuted eye | empty_strided"),
     (pointwise.counted, "arange | iota"),
     (neutral.real_size, neutral.REAL_SIZE),
-    (pointwise.identity_matrix, "eye"),
     # Those of torch have a tag.
     (
         pointwise.random_numbers,
@@ -79,19 +78,24 @@ _MAKES: list[tuple[PaddingRule, str]] = [
 _MIXES: list[tuple[PaddingRule, str]] = [
     (rearranging.framed, "unfold"),
     (
-        mixes(combining.positions, "moves a window over"),
+        reduces(None, combining.positions, "moves a window over"),
         "_adaptive_avg_pool3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa",
     ),
-    (mixes(combining.named_dims), "flip roll _fft_r2c _fft_c2c _fft_c2r sort topk | rev"),
-    (mixes(combining.last(1), "makes complex numbers of"), "view_as_complex"),
-    (mixes(combining.last(0)), "view_as_real"),
+    (
+        reduces(None),
+        "flip roll _fft_r2c _fft_c2c _fft_c2r sort topk mean var var_mean median nanmedian mode kthvalue"
+        " | rev var xor_sum",
+    ),
+    (reduces(None, combining.last(1), "makes complex numbers of"), "view_as_complex"),
+    (reduces(None, combining.last(0)), "view_as_real"),
     (combining.scan, "cumsum cumprod logcumsumexp cummax cummin"),
     (combining.recurrent_layer, "mkldnn_rnn_layer"),
     (attending.flex_attention, "higher_order::flex_attention"),
-    (reduces(None), "mean var var_mean median nanmedian mode kthvalue | var xor_sum"),
     (combining.distances, "_cdist_forward"),
-    (combining.scaled_product, "_scaled_mm"),
-    (combining.packed_product, "_weight_int4pack_mm _weight_int4pack_mm_for_cpu _weight_int8pack_mm"),
+    (
+        combining.rows_of_a_product,
+        "_scaled_mm _weight_int4pack_mm _weight_int4pack_mm_for_cpu _weight_int8pack_mm",
+    ),
 ]
 
 _WEIGHS: list[tuple[PaddingRule, str]] = [
@@ -149,7 +153,6 @@ _REGROUPS: list[tuple[PaddingRule, str]] = [
     ),
     (rearranging.permute, "permute transpose t | transpose"),
     (rearranging.expand, "expand | broadcast_in_dim"),
-    (rearranging.repeat, "repeat"),
     (rearranging.gathered, "_c10d_functional::all_gather_into_tensor"),
 ]
 
