@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +23,6 @@ from tests.e2e.hugging_face import CPU, difference
 from tests.e2e.towers import CLIP, EACH_TOWER, QWEN2_5_VL, QWEN3_VL, SIGLIP, TOWERS, Grid, Result, Tower
 
 GRID_BUDGETS = (8, 20, 64, 128)
-DTYPE = operator.attrgetter("dtype")
 A_TOWER_OF_EACH_KIND = pytest.mark.parametrize(
     "stock", [pytest.param(t, marks=() if t in (QWEN3_VL, CLIP) else pytest.mark.soak) for t in TOWERS], ids=str
 )
@@ -287,29 +284,6 @@ def test_images_without_patches(stock: Tower, sizes: list[Grid]) -> None:
         assert [len(result[0]) for result in results] == [math.prod(size) // 4 for size in sizes]
     (full,) = stock.stock(tower, stock.items(tower, [(1, 4, 4)]))
     assert_same([result for result in results if len(result[0])], [full] * (len(sizes) > 1))
-
-
-@EACH_TOWER
-def test_settings_of_now_are_used(stock: Tower) -> None:
-    """Under autocast and in training mode the tower runs eagerly, as it does there; then its graphs replay again."""
-    tower = stock.build(CPU)
-    adapter = adapter_for(tower, **stock.options)
-    manager = captured(adapter, token_budgets=budgets_of(stock, adapter)[:1])
-    items = stock.items(tower, [(1, 4, 4)])
-    assert_same(manager.execute(items), stock.stock(tower, items))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, expected = manager.execute(items), stock.stock(tower, items)
-        assert_same(*([tuple(part.float() for part in flat(one)) for one in each] for each in (found, expected)), 2e-2)
-        # What is returned together is of one type, and so of the wider one.
-        assert {part.dtype for part in flat(found[0])} == {
-            functools.reduce(torch.promote_types, map(DTYPE, expected[0]))
-        }
-    tower.train()
-    assert_same(manager.execute(items), stock.stock(tower, items))
-    tower.eval()
-    assert_same(manager.execute(items), stock.stock(tower, items))
-    stats = manager.get_cumulative_stats()
-    assert (stats.hits, dict(stats.other_settings)) == (2, {"autocast": 1, "training": 1})
 
 
 def test_dropout_within_packed_attention_is_refused() -> None:

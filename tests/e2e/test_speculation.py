@@ -5,11 +5,9 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
 from graphpass.errors import OptionError
 from graphpass.keys import CUDAGraphMode
@@ -17,7 +15,7 @@ from graphpass.serving.manager import CudaGraphManager
 from graphpass.text import CausalLM, Drafter, Generation, GenerationStats, NgramDrafter, Request
 from graphpass.text.scheduler import Ints
 from tests.e2e.engines import Engines, engines_made
-from tests.e2e.greedy import Reference, References, continued
+from tests.e2e.greedy import Reference, References
 from tests.e2e.test_generate import MAX_LENGTH, MODES, SIZES, VOCABULARY, all_pages_are_free, make_model
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
@@ -36,17 +34,6 @@ def make_prompts() -> tuple[list[list[int]], list[int]]:
 PROMPTS, NEW_TOKENS = make_prompts()
 
 
-def make_repeating_model() -> torch.nn.Module:
-    """A decoder that likes one token after each other one, round in circles of 8."""
-    model = make_model("llama")
-    before = torch.arange(VOCABULARY).view(-1, 8).roll(1, dims=1).view(-1)
-    with torch.no_grad():
-        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
-        embedding.weight.mul_(8)  # against what the layers add
-        head.weight.add_(embedding.weight[before], alpha=0.2)
-    return model
-
-
 class Mixed:
     """Guesses any number of tokens out of the reference, some of them spoilt; knows the requests by their prompts."""
 
@@ -59,14 +46,6 @@ class Mixed:
         at = len(text) - len(request.prompt)
         tokens = known[at : at + self._seeded.randint(0, limit)]
         return [t if self._seeded.random() < 0.8 else self._seeded.randrange(VOCABULARY) for t in tokens]
-
-
-@dataclass(frozen=True, slots=True)
-class Nobody:
-    """Guesses nothing."""
-
-    def propose(self, _request: Request, _text: Ints, _limit: int) -> list[int]:
-        return []
 
 
 @pytest.fixture(scope="module")
@@ -175,25 +154,6 @@ def test_tokens_with_drafts_are_those_of_greedy_decoding(
 def test_tokens_with_drafts_on_cuda(case: Case, references: References) -> None:
     with engines_made() as engines:  # no pool outlives its test
         check_case(case, functools.partial(manager_of, engines), references)
-
-
-@pytest.mark.parametrize("draft_tokens", [pytest.param(1, marks=pytest.mark.soak), 3])
-def test_text_that_repeats_takes_fewer_steps(draft_tokens: int) -> None:
-    """Counted against steps without guesses: a circle has to be gone through once before it can be guessed."""
-    prompt, num_new = [7, 100, 41], MAX_LENGTH - 3
-    expected = continued(make_repeating_model(), prompt, num_new).tokens
-    options: dict[str, Any] = {**SIZES, "mode": "NONE", "compiler": "eager", "draft_tokens": draft_tokens}
-    manager = CausalLM(make_repeating_model(), **options).manager
-    for drafter in (Nobody(), NgramDrafter()):
-        with Generation(manager, drafter=drafter) as generation:
-            generation.add(Request.of("a", prompt, num_new))
-            found = [new.token for _ in iter(generation.is_done, True) for new in generation.step()]
-            stats = generation.stats()
-        assert found == expected
-        assert stats.num_steps == num_new - stats.num_accepted
-        if isinstance(drafter, NgramDrafter):
-            assert stats.num_steps < 16 + -(-num_new // (1 + draft_tokens))
-    manager.close()
 
 
 def test_keys_that_no_batch_reaches_are_not_made() -> None:

@@ -24,7 +24,6 @@ WEIGHTS = st.integers(0, 20)
 TRAFFIC = st.dictionaries(st.integers(1, 40), st.tuples(WEIGHTS, st.integers(0, 6)), min_size=1, max_size=8).filter(
     lambda traffic: any(weight for weight, _ in traffic.values())
 )
-COUNTS = st.dictionaries(st.integers(1, 3000), st.integers(1, 50), min_size=1, max_size=60)
 
 
 def ladders(sizes: Iterable[int], largest: int, max_graphs: int) -> list[tuple[int, ...]]:
@@ -40,18 +39,6 @@ def rung(ladder: Sequence[int], size: int) -> int:
 def work(ladder: Sequence[int], histogram: Mapping[int, Rational], cost: Callable[[int], Rational] = int) -> Rational:
     """What the traffic costs over a ladder, without rounding."""
     return sum(weight * cost(rung(ladder, size)) for size, weight in histogram.items())
-
-
-def doubling(smallest: int, largest: int) -> list[int]:
-    ladder = [smallest]
-    while ladder[-1] < largest:
-        ladder.append(2 * ladder[-1])
-    return ladder
-
-
-def strides(largest: int, count: int) -> list[int]:
-    step = -(-largest // count)
-    return list(range(step, step * count + 1, step))
 
 
 def waste(ladder: Sequence[int], histogram: Mapping[int, int]) -> float:
@@ -123,16 +110,6 @@ def test_a_larger_size_that_costs_less_is_used(costs: dict[int, int], sizes: tup
 
 
 # -- against other ladders --------------------------------------------------------------------------------------------
-
-
-@given(COUNTS, st.integers(1, 64))
-def test_never_worse_than_doubling_or_strides(counts: dict[int, int], smallest: int) -> None:
-    doubled = doubling(smallest, max(counts))
-    for usual in (doubled, strides(max(counts), len(doubled))):
-        plan = plan_sizes(counts, len(usual))
-        assert len(plan.sizes) <= len(usual)
-        assert work(plan.sizes, counts) <= work(usual, counts)
-        assert plan.waste <= waste(usual, counts) + 1e-12
 
 
 def test_the_dispatcher_does_what_was_planned() -> None:
