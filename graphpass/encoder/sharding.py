@@ -74,13 +74,7 @@ def encoded_by_all(
     Returns the specs, and the outputs. ``like`` are outputs for no items, and ``encode(specs, indices)`` those of the
     items at ``indices``.
     """
-    rows = RankRows(
-        agreement,
-        1,
-        failed="could not encode its share",
-        expected="a share of the items from every rank",
-        retried="the next request",
-    )
+    rows = RankRows(agreement, 1, "could not encode its share")
     with rows.sending_failures():
         specs = specs_of()
         balance = balance_items([spec.input_size for spec in specs], agreement.num_ranks)

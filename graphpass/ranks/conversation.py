@@ -60,13 +60,7 @@ class AgreedSteps:
                 remedy="create it with lazy=False and call capture() on every rank",
             )
         self._agreement, self._dispatcher = agreement, dispatcher
-        self._rows = RankRows(
-            agreement,
-            2 + BATCH_WIDTH,
-            failed="failed in this step",
-            expected="a step, or a capture, on every rank",
-            retried="the next step",
-        )
+        self._rows = RankRows(agreement, 2 + BATCH_WIDTH, "failed in this step")
         self._configuration = dict(configuration)
         self._idle_tokens = idle_tokens
         self._common = dispatcher

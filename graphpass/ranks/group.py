@@ -154,15 +154,11 @@ def failures_of(
 class RankRows:
     """Exchanges rows of integers over an agreement. A failed rank sends its error, so that no rank waits for it.
 
-    Of the error of all ranks ``failed`` follows the number of the failed one, and ``retried`` is the call that all can
-    make again.
+    The error of all ranks says of its number that it ``failed``.
     """
 
-    def __init__(
-        self, agreement: DataParallelAgreement, width: int, *, failed: str, expected: str, retried: str
-    ) -> None:
-        self._agreement, self._width = agreement, width
-        self._failed, self._expected, self._retried = failed, expected, retried
+    def __init__(self, agreement: DataParallelAgreement, width: int, failed: str) -> None:
+        self._agreement, self._width, self._failed = agreement, width, failed
         self._num_exchanges = 0
 
     @contextlib.contextmanager
@@ -193,8 +189,8 @@ class RankRows:
         if failed:
             raise AgreementError(
                 f"rank {failed[0]} {self._failed}",
-                expected=self._expected,
+                expected="the part of every rank",
                 found=found,
-                remedy=f"fix the error of that rank; {self._retried} can be run on all ranks",
+                remedy="fix the error of that rank; the next call can be made on all ranks",
             )
         return rows
