@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 import sympy
@@ -22,6 +21,7 @@ from graphpass.options import Settings
 from graphpass.padding import PaddingProof
 from graphpass.regions.split import Partition
 from graphpass.report import Report
+from graphpass.report.figures import graph_figures
 from graphpass.report.records import CallableRecord, RegionRecord, SizeRecord
 
 _log = logging.getLogger("graphpass")
@@ -120,7 +120,6 @@ def report_graph(
     record: CallableRecord,
     parts: Partition,
     rules: AutoRules | None,
-    proof: PaddingProof | None,
     runtime: GraphRuntime,
     settings: Settings,
 ) -> None:
@@ -141,27 +140,6 @@ def report_graph(
         _log.debug("%s.%s is eager: %s", name, region.name, reason)
         if in_pieces and not reason.captures_whole and reason.remedy:  # eager although the user did not ask for it
             warn(f"runs eagerly between graphs: {reason}", reason.remedy, f"{name}.{region.name}")
-    if rules is not None and proof is not None:
-        for problem in rules.unproved.values():
-            warn(problem.why, problem.remedy, name)
-        dynamo.trace(f"graphpass_padding_{name}", lambda: _padding(proof))
-        dynamo.trace(f"graphpass_keys_{name}", lambda: _keys(rules))
-
-
-def _padding(proof: PaddingProof) -> dict[str, object]:
-    return {
-        "verdicts": {field: verdict.name for field, verdict in proof.verdicts.items()},
-        "findings": [{**asdict(found), "verdict": found.verdict.name} for found in proof.findings],
-        "assumptions": list(proof.assumptions),
-    }
-
-
-def _keys(rules: AutoRules) -> dict[str, object]:
-    return {
-        "mode": str(rules.mode),
-        "never_captured": None if rules.off is None else {"why": rules.off.why, "remedy": rules.off.remedy},
-        "fields": [
-            {"field": field.name, "is_padded": field.is_padded, "sizes": field.ladder} for field in rules.keys.fields
-        ],
-        "max_graphs": rules.keys.max_graphs,
-    }
+    dynamo.trace(f"graphpass_callable_{name}", lambda: graph_figures(record))
+    for problem in () if rules is None else rules.unproved.values():
+        warn(problem.why, problem.remedy, name)

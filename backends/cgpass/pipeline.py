@@ -156,7 +156,7 @@ def _captured(
     runtime.register(record)
     _note_problems(name, traced.floats, runtime)
     _note_sizes(name, parts, sizes, compiled, runtime, settings, is_first=is_first)
-    report_graph(record, parts, rules, proof, runtime, settings)
+    report_graph(record, parts, rules, runtime, settings)
     graph = CompiledGraph(
         record=record,
         rules=rules,

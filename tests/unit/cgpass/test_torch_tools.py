@@ -91,12 +91,11 @@ def test_torch_logs_and_torch_trace(tmp_path: Path) -> None:
     assert partition.encoding == "string"
     assert partition.of_frame
     assert "host read" in partition.payload
-    (padding,) = found["graphpass_padding_g0"]
-    assert padding.json()["verdicts"] == {"x[0]": "UNPROVED"}
-    assert {finding["field"] for finding in padding.json()["findings"]} == {"x[0]"}
-    (keys,) = found["graphpass_keys_g0"]
-    assert keys.json()["mode"] == "PIECEWISE"
-    assert [field["is_padded"] for field in keys.json()["fields"]] == [False]
+    (compiled,) = found["graphpass_callable_g0"]
+    assert compiled.json()["mode"] == "PIECEWISE"
+    (size,) = compiled.json()["sizes"]
+    assert (size["field"], size["verdict"], size["padded"]) == ("x[0]", "unproved", False)
+    assert size["not_proved"]
     graphs = [of[0].json() for name, of in found.items() if name.startswith("graphpass_graph_g0")]
     assert graphs
     assert all(graph["mode"] == "PIECEWISE" for graph in graphs)
