@@ -82,10 +82,14 @@ class GraphedCallable:
             return self.call(args)
         text = "a tensor that compiled code reads has another layout than in its trace"
         remedy = "call torch.compiler.reset() after `tensor.data = other` of another layout"
+        _, expected, found = changed
         if _is_at_key(current_context()):
-            raise ShapeError(f"{self.name}: {text}", expected="the layout of the trace", found=changed, remedy=remedy)
+            raise ShapeError(f"{self.name}: {text}", expected=expected, found=found, remedy=remedy)
         return self._as_traced(
-            args, f"{text}: its calls run without compiled code and graphs", remedy, at=f"{self.name} ({changed})"
+            args,
+            f"{text}: its calls run without compiled code and graphs",
+            remedy,
+            at=f"{self.name} ({found}, traced as {expected})",
         )
 
     @classmethod

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import sympy
@@ -16,6 +17,7 @@ import torch
 from torch import fx
 
 from cgpass.namedsizes import symbols_in, value_at
+from graphpass.capture.staging import Layouts
 from graphpass.compat import dynamo, memory, symbolic
 from graphpass.compat.subclasses import is_wrapper, plain_tensors
 from graphpass.options import Settings
@@ -68,8 +70,11 @@ class AppendedInputs:
     ) -> None:
         self._attributes, self._made = tuple(attributes), made
         self.sizes = sizes  #: the real sizes; None if there are none
-        self._traced = [_layout(tensor) for tensor in attributes]
-        self._have_traced_layouts = memory.layouts_of(attributes)
+        #: which attribute differs from its trace: ``tensor.data = other`` keeps Dynamo's guards
+        self.changed = partial(Layouts(attributes).changed, self._attributes)
+
+    def __reduce__(self) -> Any:  # tensors belong to a process
+        return (AppendedInputs, ((), self.sizes)) if self.sizes is not None else (type(None), ())
 
     def after(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Dynamo's arguments, and the appended ones."""
@@ -79,16 +84,6 @@ class AppendedInputs:
     def at_sizes_of(self, args: Sequence[Any]) -> list[Any]:
         """All arguments, the real sizes being those of the others."""
         return list(args) if self.sizes is None else [*args[:-1], self.sizes.of(args)]
-
-    def changed(self) -> str | None:
-        """How an attribute differs from its trace, as text, or None: ``tensor.data = other`` keeps Dynamo's guards."""
-        if self._have_traced_layouts(*self._attributes):
-            return None
-        for tensor, traced in zip(self._attributes, self._traced, strict=True):
-            if _layout(tensor) != traced:
-                return f"{_shown(_layout(tensor))}, traced as {_shown(traced)}"
-        self._have_traced_layouts = memory.layouts_of(self._attributes)  # another mode of the thread, equal layouts
-        return None
 
 
 def attributes_read(graph_module: fx.GraphModule) -> dict[str, torch.Tensor]:
@@ -145,15 +140,6 @@ def append_placeholder(graph: fx.Graph, name: str, meta: Mapping[str, Any]) -> f
         placeholder = graph.placeholder(name)
     placeholder.meta = dict(meta)
     return placeholder
-
-
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
-
-
-def _shown(layout: tuple[Any, ...]) -> str:
-    shape, strides, dtype, device = layout
-    return f"{shape} {dtype} on {device} with strides {strides}"
 
 
 def append_real_sizes(graph_module: fx.GraphModule, settings: Settings) -> RealSizes | None:

@@ -148,16 +148,8 @@ class GraphSizes:
         return {size.symbol: value for size, value in zip(self.sizes, sizes, strict=True)}
 
     def admits(self, sizes: Sequence[int]) -> bool:
-        """Whether the guards hold at these sizes; guards with other symbols are ignored.
-
-        A guard that stays undecided counts as false.
-        """
-        named = self.named(sizes)
-        if self.guards.excluded_by(named) is not None:
-            return False
-        numbers = {symbol: sympy.Integer(size) for symbol, size in named.items()}
-        concerned = [guard for guard in self.guards.guards if guard.free_symbols & named.keys()]
-        return all(guard.free_symbols - named.keys() or guard.xreplace(numbers) == sympy.true for guard in concerned)
+        """Whether the guards admit these sizes."""
+        return self.guards.excluded_by(self.named(sizes)) is None
 
     def numbers_at(self, sizes: Sizes) -> dict[int, int]:
         """{position: value} of the ints among the inputs that depend on ``sizes`` alone."""

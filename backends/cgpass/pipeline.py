@@ -15,7 +15,6 @@ from torch import fx
 from cgpass.callable import GraphedCallable
 from cgpass.extrainputs import (
     AppendedInputs,
-    RealSizes,
     append_made,
     append_real_sizes,
     attributes_read,
@@ -37,7 +36,7 @@ from graphpass.compile import (
     compile_training,
     traced_regions,
 )
-from graphpass.compile.structure import StructuralKey, structure_of
+from graphpass.compile.structure import structure_of
 from graphpass.context import current_context
 from graphpass.errors import DeviceError, OptionError
 from graphpass.keys import CUDAGraphMode
@@ -183,7 +182,6 @@ class SavedCallable:
     """What the file of a graph holds of a callable: all but what belongs to a process. See Note [Saved starts]."""
 
     graph: CompiledGraph
-    sizes_read: RealSizes | None  #: among the appended inputs
     aliases: Mapping[str, str]  #: {what the user calls an input: its name in the graph}
 
     @classmethod
@@ -194,10 +192,9 @@ class SavedCallable:
             partition=replace(graph.partition, stitched=_unbound, _outputs=None),
             compiled=dict(graph.compiled),
             traces=dict(graph.traces),
-            appended=None,
             side_effects=(),
         )
-        return cls(unbound, None if graph.appended is None else graph.appended.sizes, dict(aliases))
+        return cls(unbound, dict(aliases))
 
     def bound(
         self, used: UsedKeys, runtime: GraphRuntime, settings: Settings, traced: Sequence[Any] = ()
@@ -208,8 +205,8 @@ class SavedCallable:
         inputs as the user does.
         """
         if not traced:
-            appended = None if self.sizes_read is None else AppendedInputs([], self.sizes_read)
-            traced, settings = (runtime.next_callable_name(), appended, ()), settings.with_names(self.aliases)
+            traced = runtime.next_callable_name(), self.graph.appended, ()
+            settings = settings.with_names(self.aliases)
         name, appended, side_effects = traced
         record = replace(self.graph.record, name=name, frame=dynamo.frame_id(), is_loaded=True)
         record = replace(record, artifacts=0, seconds=CompileSeconds())
@@ -330,7 +327,7 @@ class TraceKey:
     ends_early: Reason | None  #: why the graph ends before the function does
     inputs: tuple[tuple[str | None, bool, frozenset[int]], ...]  #: (name, whether static, marked dimensions) of each
     side_effects: tuple[sideeffects.SideEffect, ...]  #: that Dynamo's code makes after the graph has run
-    structure: StructuralKey  #: of the whole graph, including all ambient settings that a compiler reads
+    structure: tuple[Any, ...]  #: of the whole graph, including all ambient settings that a compiler reads
 
     @classmethod
     def of(

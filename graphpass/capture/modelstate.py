@@ -21,6 +21,7 @@ from typing import Any, Self
 
 import torch
 
+from graphpass.capture.staging import Layouts
 from graphpass.compat import memory, nnmodules, sideeffects
 from graphpass.compat.subclasses import is_wrapper, plain_tensors
 from graphpass.errors import CaptureError, ShapeError
@@ -81,43 +82,6 @@ class DictSlots:
         )
 
 
-class Layouts:
-    """Shapes and strides of tensors, compared in one native call."""
-
-    __slots__ = ("_are_unchanged", "_expected", "_tensors")
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._tensors = tuple({id(tensor): tensor for tensor in tensors}.values())
-        self._expected = [(tensor.shape, tensor.stride()) for tensor in self._tensors]
-        self._are_unchanged = memory.layouts_of(self._tensors)
-
-    def unchanged(self) -> bool:
-        """Whether every tensor has the shape and strides of the capture."""
-        return self._are_unchanged(*self._tensors) or self._first_changed() is None
-
-    def refuse_change(self) -> None:
-        """Raise if a layout has changed."""
-        if self._are_unchanged(*self._tensors):
-            return
-        changed = self._first_changed()  # guard: layouts_kept
-        if changed is not None:
-            tensor, (shape, stride) = changed
-            raise ShapeError(
-                "a parameter or buffer has another layout than at capture, at its old address",
-                expected=f"{tuple(shape)} with strides {stride}",
-                found=f"{tuple(tensor.shape)} with strides {tensor.stride()}",
-                remedy="write into it in place, or torch.compiler.reset() and close(), and capture again",
-            )
-
-    def _first_changed(self) -> tuple[torch.Tensor, tuple[Any, Any]] | None:
-        """The exact comparison: the native one also fails after a change of autocast or ``requires_grad``."""
-        for tensor, layout in zip(self._tensors, self._expected, strict=True):
-            if (tensor.shape, tensor.stride()) != layout:
-                return tensor, layout
-        self._are_unchanged = memory.layouts_of(self._tensors)
-        return None
-
-
 @dataclass(frozen=True, slots=True)
 class ModelState:
     """The state of a model at capture: of the tensors that one graph reads, or of a whole object.
@@ -129,7 +93,8 @@ class ModelState:
     ambient: Mapping[str, Any]  #: {name: value} of torch's settings, and the training flags
     modules: tuple[torch.nn.Module, ...]  #: all modules of the model
     slots: DictSlots  #: the module dictionaries with the tensors and submodules
-    layouts: Layouts  #: shapes and strides of the tensors
+    tensors: Sequence[torch.Tensor]  #: the tensors, each once
+    layouts: Layouts  #: of the tensors
     _has_extent: Callable[[], bool]  #: compares the number of submodules and the addresses of a whole object
 
     @classmethod
@@ -152,7 +117,8 @@ class ModelState:
         found = {id(plain) for _, _, value in slots for _, plain in plain_tensors(value)}
         if not missing <= found:  # guard: tensors_kept_elsewhere
             return None
-        return cls(_ambient_now(modules), tuple(modules), DictSlots.of(slots), Layouts(tensors), lambda: True)
+        own = list({id(tensor): tensor for tensor in tensors}.values())
+        return cls(_ambient_now(modules), tuple(modules), DictSlots.of(slots), own, Layouts(own), lambda: True)
 
     @classmethod
     def of_object(cls, model: object) -> ModelState:
@@ -173,11 +139,11 @@ class ModelState:
         def has_extent() -> bool:
             return sum(map(len, children)) == count and memory.data_ptrs_equal(tensors, addresses, everywhere)
 
-        return cls(_ambient_now(modules), modules, slots, Layouts(tensors), has_extent)
+        return cls(_ambient_now(modules), modules, slots, tensors, Layouts(tensors), has_extent)
 
     def has_weights(self) -> bool:
         """Whether tensors and submodules are the captured objects, with the same addresses and layouts."""
-        return self.slots.in_place() and self._has_extent() and self.layouts.unchanged()
+        return self.slots.in_place() and self._has_extent() and self.layouts.changed(self.tensors) is None
 
     def has_training_flags(self) -> bool:
         """Whether the ``training`` flag of each module is the same as at capture."""
@@ -195,7 +161,14 @@ class ModelState:
         self._refuse_other(_ambient_now(modules))  # guard: manager_ambient
         if not self.slots.in_place():  # guard: manager_weights
             return False
-        self.layouts.refuse_change()  # guard: manager_layouts
+        changed = self.layouts.changed(self.tensors)  # guard: manager_layouts
+        if changed is not None:
+            raise ShapeError(
+                "a parameter or buffer has another layout than at capture, at its old address",
+                expected=changed[1],
+                found=changed[2],
+                remedy="write into it in place, or torch.compiler.reset() and close(), and capture again",
+            )
         return True
 
     def _refuse_other(self, now: Mapping[str, Any]) -> None:

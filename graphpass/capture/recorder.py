@@ -412,8 +412,6 @@ def _graph_inputs(call: Call, inputs: InputPlan) -> list[Any]:
 
 
 class _Body:
-    """A function without arguments that runs the region on ``inputs``; the device warms it up and records it."""
-
     def __init__(
         self,
         name: str,

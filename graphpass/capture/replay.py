@@ -23,6 +23,7 @@ from graphpass.capture.staging import (
     AliasPattern,
     BufferArena,
     Copies,
+    Layouts,
     alias_pattern,
     distinct_elements,
     grouped_copies,
@@ -339,8 +340,7 @@ class InputPlan:
     _expanded: tuple[int, ...] = field(init=False)  # indices of staged inputs of which some elements are one in memory
     _strides: tuple[tuple[int, tuple[int, ...]], ...] = field(init=False)  # of those, and of viewed inputs
     _copies: Copies = field(init=False)
-    # A native check of layouts, made from the first arguments that have passed the slow one.
-    _has_layouts: Callable[..., bool] | None = field(init=False, default=None)
+    _layouts: Layouts = field(init=False)
 
     def __post_init__(self) -> None:
         # Derived once, because every replay checks and copies; inputs usually have the layout of the buffers.
@@ -350,6 +350,7 @@ class InputPlan:
         expanded = tuple((self.staged[i][0], self.staged[i][1].stride()) for i in self._expanded)
         self._strides = (*expanded, *self.viewed_strides)
         self._copies = grouped_copies(targets, targets)
+        self._layouts = Layouts(static for _, static in self.layouts)
 
     def __bool__(self) -> bool:
         return bool(self.staged or self.constants or self.layouts or self.viewed_strides or self.pool_inputs)
@@ -414,7 +415,7 @@ class InputPlan:
                 )
         if self.layouts:
             tensors = [args[position] for position, _ in self.layouts]
-            if self._has_layouts is None or not self._has_layouts(*tensors):
+            if not self._layouts.match(*tensors):
                 self._check_layouts(tensors)
         if self.pool_inputs:
             self._check_pool_inputs(args)
@@ -433,17 +434,16 @@ class InputPlan:
                 distinct_elements(args[position], name=self.names[position]).copy_(target)
 
     def _check_layouts(self, tensors: Sequence[torch.Tensor]) -> None:
-        for (position, static), found in zip(self.layouts, tensors, strict=True):
-            # guard: static_layout
-            if found.shape != static.shape or found.stride() != static.stride() or found.dtype != static.dtype:
-                raise ShapeError(
-                    f"static input {self.names[position]} of {self.owner} has another layout than at capture",
-                    expected=f"{tuple(static.shape)} {static.dtype} with strides {static.stride()}",
-                    found=f"{tuple(found.shape)} {found.dtype} with strides {found.stride()}",
-                    remedy="pass the same view of it, or dispatch to the key of its size; assign a contiguous copy to "
-                    "a weight (w.data = new.contiguous())",
-                )
-        self._has_layouts = memory.layouts_of(tensors)
+        changed = self._layouts.changed(tensors)  # guard: static_layout
+        if changed is not None:
+            index, expected, found = changed
+            raise ShapeError(
+                f"static input {self.names[self.layouts[index][0]]} of {self.owner} has another layout than at capture",
+                expected=expected,
+                found=found,
+                remedy="pass the same view of it, or dispatch to the key of its size; assign a contiguous copy to "
+                "a weight (w.data = new.contiguous())",
+            )
 
     def _does_not_fit(self, position: int, leaf: torch.Tensor, expected: str) -> ShapeError:
         return ShapeError(

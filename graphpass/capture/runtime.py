@@ -334,7 +334,6 @@ class GraphRuntime:
         }
 
     def _left_behind(self) -> Iterator[Problem]:
-        """A problem for each compilation whose guards admit keys that only an earlier one has captured."""
         captured = {(table.region.callable, table.mode, key) for table in self._tables() for key in table.descriptors()}
         for newer in self._callables:
             before, admits = self.captured_before(newer.name), newer.admits

@@ -97,6 +97,39 @@ def alias_pattern(leaves: Sequence[Any], positions: Sequence[int]) -> AliasPatte
     return tuple(pattern)
 
 
+class Layouts:
+    """The layouts of tensors at capture, compared natively once tensors that have them were seen.
+
+    The memory of a tensor on ``meta`` may be on any device.
+    """
+
+    __slots__ = ("_expected", "match")
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._expected = [_layout_of(tensor) for tensor in tensors]
+        #: the native comparison; after a change of autocast or ``requires_grad`` it fails, too
+        self.match: Callable[..., bool] = lambda *_: False
+
+    def changed(self, tensors: Sequence[torch.Tensor]) -> tuple[int, str, str] | None:
+        """(index, layout at capture, layout now) of the first tensor with another layout; None if there is none."""
+        if self.match(*tensors):
+            return None
+        for index, (tensor, expected) in enumerate(zip(tensors, self._expected, strict=True)):
+            found = _layout_of(tensor)
+            if found[:3] != expected[:3] or expected[3] not in (None, found[3]):  # guard: layouts_kept
+                return index, _layout_text(*expected), _layout_text(*found)
+        self.match = memory.layouts_of(tensors)
+        return None
+
+
+def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, None if tensor.is_meta else tensor.device
+
+
+def _layout_text(shape: Any, strides: Any, dtype: Any, device: Any) -> str:
+    return f"{shape} {dtype}{f' on {device}' if device else ''} with strides {strides}"
+
+
 # -- buffers ----------------------------------------------------------------------------------------------------------
 
 

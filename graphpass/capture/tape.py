@@ -48,7 +48,6 @@ _Targets = tuple[tuple[int, torch.Tensor], ...]
 
 
 def _step(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], targets: _Targets) -> None:
-    """One call of the tape: ``function(*args, **kwargs)``, then its fresh results copied into their fixed outputs."""
     result = function(*args, **kwargs)
     if targets:
         results = trees.tensors(result)
@@ -333,7 +332,6 @@ def _refuse_what_cuda_refuses(func: Any, args: tuple[Any, ...], kwargs: Mapping[
 
 
 def _refuse_collectives(func: Any) -> None:
-    """A collective on the CPU ends in Python code that waits for it, which a replay does not run."""
     if func.namespace == "c10d":
         raise CaptureError(
             f"op {func} cannot be captured on the CPU tape",

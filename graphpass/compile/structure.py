@@ -20,22 +20,10 @@ from graphpass.compat.subclasses import Rebuild
 
 
 @dataclass(frozen=True, slots=True)
-class StructuralKey:
-    """The parts of a region's structure; equal keys share one artifact."""
-
-    compiler: tuple[Any, ...]  #: the compiler's name, and every ambient setting that it reads
-    ops: tuple[Any, ...]  #: kind, target and arguments of each node, constants included
-    inputs: tuple[Any, ...]  #: dtype, shape, strides, offset, device and flags of each input
-    outputs: tuple[Any, ...]  #: the same of each output
-    sharing: tuple[int | None, ...]  #: for each tensor input the first input whose storage it shares
-    symbols: tuple[Any, ...]  #: for each symbol its range and the guards over it
-
-
-@dataclass(frozen=True, slots=True)
 class Structure:
     """A region's key, and the region's names of the key's symbols."""
 
-    key: StructuralKey  #: equal for regions that can share an artifact
+    key: tuple[Any, ...]  #: equal for regions that can share an artifact; the compiler and its settings come first
     symbols: tuple[sympy.Symbol, ...]  #: the region's symbols in the order in which the key numbers them
     shape_env: Any  #: the shape environment of its symbols, None without symbols
 
@@ -88,14 +76,8 @@ class _StructureReader:
         outputs = tuple(self._layout(symbolic.example_value(node)) for node in graph.output_node().all_input_nodes)
         shape_env = symbolic.shape_env_of(values)
         own = tuple(self._symbols)
-        key = StructuralKey(
-            compiler=(compiler, *configuration.settings_now()),
-            ops=ops,
-            inputs=inputs,
-            outputs=outputs,
-            sharing=sharing_of(values),
-            symbols=self._known_of_symbols(shape_env),
-        )
+        settings = (compiler, *configuration.settings_now())
+        key = (settings, ops, inputs, outputs, sharing_of(values), self._known_of_symbols(shape_env))
         return Structure(key, own, shape_env)
 
     def _ops(self, graph: fx.Graph) -> tuple[Any, ...]:

@@ -233,8 +233,6 @@ def _examples_to_placeholders(placeholders: Sequence[fx.Node], example_inputs: S
 
 
 class _Walk:
-    """One pass over the nodes of a graph in order; collects writes and readers for :func:`annotate`."""
-
     def __init__(self, fake_mode: Any) -> None:
         self.fake_mode = fake_mode
         self.writes: dict[fx.Node, frozenset[int]] = {}

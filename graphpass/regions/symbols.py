@@ -198,6 +198,7 @@ class GuardedSymbols:
                 return f"{symbol} <= {high}"
         numbers = {symbol: sympy.Integer(size) for symbol, size in sizes.items()}
         for guard in self.guards:
-            if guard.free_symbols & set(sizes) and guard.xreplace(numbers) == sympy.false:
+            holds = guard.xreplace(numbers)
+            if holds != sympy.true and guard.free_symbols and not holds.free_symbols:
                 return str(guard)
         return None

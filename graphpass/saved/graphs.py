@@ -54,7 +54,7 @@ class GraphIdentity:
         devices = {given.value.device for given in inputs if isinstance(given.value, torch.Tensor)}
         try:
             parts = _parts(settings, devices, (node.target for node in graph_module.graph.nodes))
-            name = digest(replace(structure.key, compiler=()), names, nnmodules.compiled_code(), ends, effects)
+            name = digest(structure.key[1:], names, nnmodules.compiled_code(), ends, effects)
         except saving.CannotSaveError as error:
             return Reason(f"neither saved nor loaded: {error}", SEE_SAVED)
         return cls(structure, frozenset(symbolic.facts_of(structure.shape_env)), name, parts)
