@@ -74,7 +74,7 @@ class PaddingFinding(Reason):
         return f"{rows} {may} on padding of '{self.field}' through {self.op} ({self.why}){line}"
 
 
-def named_sizes(sizes: Iterable[tuple[str, int]]) -> str:
+def named_sizes(sizes: Iterable[tuple[str, Hashable]]) -> str:
     """Sizes of key fields as text: ``batch=8 seq=64``."""
     return " ".join(f"{field}={size}" for field, size in sizes)
 

@@ -118,7 +118,6 @@ def backend(
 def _captured(
     name: str, traced: _Traced, runtime: GraphRuntime, settings: Settings, aliases: Mapping[str, str]
 ) -> GraphedCallable:
-    """Partition, compile and wrap a graph; if an earlier trace was equal, return its callable."""
     start_s = time.perf_counter()
     parts = partition(traced.whole, settings.splitting_ops)
     partition_s = time.perf_counter() - start_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import csv
 import json
 import math
@@ -109,15 +110,12 @@ def _strided(largest: int, stride: int) -> tuple[int, ...]:
 def _measured(
     name: str, sizes: tuple[int, ...], histogram: Mapping[int, float], bytes_of: Mapping[int, float]
 ) -> dict[str, Any]:
-    seen = np.array(sorted(histogram), dtype=np.float64)
-    weights = np.array([histogram[size] for size in sorted(histogram)], dtype=np.float64)
-    ladder = np.array(sizes, dtype=np.float64)
-    padded = math.fsum(weights * ladder[np.searchsorted(ladder, seen)])
+    padded = math.fsum(weight * sizes[bisect.bisect_left(sizes, size)] for size, weight in histogram.items())
     return {
         "name": name,
         "graphs": len(sizes),
-        "waste": 1 - math.fsum(weights * seen) / padded,
-        "rows_a_batch": padded / math.fsum(weights),
+        "waste": 1 - math.fsum(size * weight for size, weight in histogram.items()) / padded,
+        "rows_a_batch": padded / math.fsum(histogram.values()),
         "bytes": math.fsum(_bytes_at(size, bytes_of) for size in sizes) if bytes_of else None,
         "sizes": list(sizes),
     }

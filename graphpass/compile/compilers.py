@@ -198,13 +198,11 @@ def _unused_ops(graph_module: fx.GraphModule) -> frozenset[str]:
 
 
 def _ops_of(graph_module: fx.GraphModule) -> frozenset[str]:
-    """The names of the ops that a graph calls, also as arguments of higher-order ops."""
     called = (target for node in graph_module.graph.nodes for target in (node.target, *node.args))
     return frozenset(name for target in called if (name := operators.operator_name(target)) is not None)
 
 
 def _kind(value: Any) -> Any:
-    """The properties that a traced value must share with the original: type, and a tensor's dtype and rank."""
     if isinstance(value, torch.Tensor):
         return (value.dtype, value.dim())
     return "number" if isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)) else type(value)

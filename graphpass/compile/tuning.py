@@ -349,7 +349,6 @@ class _Contest:
         return None
 
     def _defined(self, *results: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
-        """The results in turn, without those that are memory without contents."""
         return itertools.compress(zip(*results, strict=True), self._is_defined)
 
     def _repeats(self, run: Run) -> bool:

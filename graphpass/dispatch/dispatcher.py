@@ -405,7 +405,6 @@ class CudagraphDispatcher:
         return Dispatch(CUDAGraphMode.NONE, self._grid.describe(fields, num_reqs=fields.get("num_reqs")), reason)
 
     def _holds_whole_requests(self, num_tokens: int) -> bool:
-        """Whether the count is a multiple of the query length; if not, an error where the mode has decode keys."""
         if num_tokens % self.uniform_decode_query_len == 0:
             return True
         if not self._mode.separate_routine():

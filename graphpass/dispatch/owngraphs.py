@@ -475,7 +475,6 @@ class RecurringSizes:
         return self._least_s if self._is_timed else _REPLAYS_A_CAPTURE * size.rows
 
     def _costs_most(self, size: RecurringSize) -> bool:
-        """Whether no other size under padding costs clearly more now."""
         padded = [other for other in list(self._sizes.values()) if other.own_bytes is None and other.asks_at != _NEVER]
         return size.recent_cost() >= _SLACK * max((other.recent_cost() for other in padded), default=0.0)
 

@@ -281,7 +281,6 @@ def _region(
     order: Mapping[fx.Node, int],
     real_sizes: Sequence[fx.Node],
 ) -> Region:
-    """One region; its inputs are the symbolic sizes of its tensors, then the other values in order of first use."""
     (kind, nodes, reasons), inside = group, set(group[1])
     made_here = _with_recomputed(nodes, inside)
     own = set(made_here)

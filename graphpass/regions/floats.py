@@ -222,7 +222,6 @@ class _Rewriting:
         return [*wide.values(), result, self._new(target, args, {}, before=node)]
 
     def _as(self, number: Any, dtype: torch.dtype) -> Any:
-        """A number as a tensor of ``dtype``; any other argument unchanged."""
         tensor = self.numbers.get(number)
         if tensor is None or dtype is torch.float64:
             return tensor or number

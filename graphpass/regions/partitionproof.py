@@ -73,7 +73,6 @@ def mixing_of(
 
 
 def _mixed(run: _PartitionRun, sizes: Sizes) -> list[PaddingFinding]:
-    """Findings for entries that depend on other indices along the size."""
     interpreted = run.interpretation(sizes)
     findings = [finding for finding in interpreted.findings if finding.target != _RANDOM]
     results = [(f"output {at}", value) for at, value in enumerate(interpreted.outputs)]

@@ -249,7 +249,6 @@ class _Names:
         return str(expression.xreplace(self._symbols))
 
     def argument(self, value: Any) -> str:
-        """Text for an argument of a node or for the output, with canonical names for values."""
         if isinstance(value, fx.Node) and is_rebuilt_output(value):
             return f"{getattr(value.target, '__name__', '?')}({', '.join(map(self.argument, value.args))})"
         if isinstance(value, fx.Node):

@@ -9,7 +9,7 @@ from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
-from graphpass.ledger import CountedReason, Ledger, PaddingFinding, Reason
+from graphpass.ledger import CountedReason, Ledger, PaddingFinding, Reason, named_sizes
 from graphpass.report.records import (
     LOADED,
     TUNED,
@@ -74,7 +74,7 @@ class KeyUse:
     @property
     def named(self) -> str:
         """The sizes as text: ``batch=8 seq=64``."""
-        return " ".join(f"{name}={value}" for name, value in self.sizes.items()) or "fixed shapes"
+        return named_sizes(self.sizes.items()) or "fixed shapes"
 
 
 def padding_share(real: int, padded: int) -> float:

@@ -29,7 +29,6 @@ def problems_of(figures: ReportFigures) -> tuple[Problem, ...]:
 
 
 def _merged(found: Iterable[Problem]) -> tuple[Problem, ...]:
-    """Problems of one cause as one problem, with the places and times of all."""
     causes: dict[Problem, tuple[dict[str, None], list[int]]] = {}
     for problem in found:
         places, times = causes.setdefault(replace(problem, places=(), times=None), ({}, []))

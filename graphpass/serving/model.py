@@ -540,7 +540,6 @@ def _not_with_offloading(found: str, expected: str) -> OptionError:
 
 
 def _refuse_names(model: Any, names: list[str], error: TypeError) -> None:
-    """Raise an error that names the inputs if a call of the model with keywords of these names cannot work."""
     signature = inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model)
     try:
         signature.bind(**dict.fromkeys(names))

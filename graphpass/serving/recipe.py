@@ -230,7 +230,6 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torc
 
 
 def _check_plain(index: int, leaf: Any, numbers: Sequence[Any]) -> None:
-    """Refuse an object that may contain padded tensors, and a number whose value may depend on a padded size."""
     if leaf is not None and not isinstance(leaf, _PLAIN):
         raise ShapeError(
             f"output {index} is a {type(leaf).__name__}, which may contain tensors that cannot be cut to the real size",
