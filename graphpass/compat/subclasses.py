@@ -30,6 +30,11 @@ def is_opaque(tensor: torch.Tensor) -> bool:
     return dispatches and not isinstance(tensor, FakeTensor) and not is_wrapper(tensor)
 
 
+def holds_state(wrapper: Any) -> bool:
+    """Whether a DTensor holds more than its parts: which rows of a sharded embedding are another rank's."""
+    return any(hasattr(placement, "mask_buffer") for placement in getattr(wrapper, "placements", ()))
+
+
 def views_wrapper(value: Any) -> bool:
     """Whether a value is a plain tensor, but a view of a tensor that consists of others."""
     base = value._base if isinstance(value, torch.Tensor) else None

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from graphpass.compat import dynamo, symbolic
-from graphpass.compat.subclasses import Path, Rebuild, is_wrapper, plain_tensors, rebuild_of
+from graphpass.compat.subclasses import Path, Rebuild, holds_state, is_wrapper, plain_tensors, rebuild_of
 from graphpass.regions.analysis import CALLS, RECOMPUTED, refused_wrapper, symbol_placeholders
 from graphpass.regions.execute import call_for, value_of
 
@@ -99,7 +99,9 @@ def unwrapped(graph: fx.Graph) -> WrappedTensors | None:
         reads += [(position, operator.methodcaller("trigger_wait") if is_under_way else get) for get in getters]
     made = [node for node in graph.nodes if node.op in CALLS and is_wrapper(value_of(node))]
     for node in made:
-        if not isinstance(node.target, Rebuild):
+        if holds_state(value_of(node)) and graph.output_node() not in node.users:  # guard: wrapper_state
+            node.meta[RECOMPUTED] = True
+        elif not isinstance(node.target, Rebuild):
             _follow(node)
     return WrappedTensors(tuple(reads), _plain_results(graph)) if made or any(get for _, get in reads) else None
 

@@ -61,3 +61,38 @@ def test_a_result_of_a_collective_is_waited_for(mesh: Any) -> None:
             assert isinstance(given, AsyncCollectiveTensor)
             torch.testing.assert_close(fast(given), rows(4, seed) * 2)
             assert given.completed, "a graph reads what has arrived"
+
+
+class Words(nn.Module):
+    """An embedding that is cut by words: its result remembers which ids are another rank's until it is summed."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+        self.mesh, self.replicated = mesh, [Replicate()]
+        self.table = nn.Parameter(distribute_tensor(torch.arange(64.0).view(16, 4), mesh, [Shard(0)]))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        from torch.distributed.tensor import DTensor
+
+        ids = DTensor.from_local(ids, self.mesh, self.replicated, run_check=False)
+        words: Any = nn.functional.embedding(ids, self.table)
+        return words.redistribute(placements=self.replicated).to_local() * 2  # type: ignore[no-any-return]
+
+
+def test_an_embedding_that_is_cut_by_words_is_summed_where_it_is_made() -> None:
+    """One of two ranks, which exchange nothing: each id of the other's words counts as zero."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model = Words(init_device_mesh("cpu", (2,))).eval()
+        fast = torch.compile(model, backend="cgpass", dynamic=True, options={"compiler": "aot_eager"})
+        with torch.no_grad():
+            for size in (5, 7, 6):
+                ids = torch.randint(0, 16, (2, size))
+                torch.testing.assert_close(fast(ids), model(ids))
+    finally:
+        dist.destroy_process_group()
