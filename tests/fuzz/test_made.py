@@ -6,9 +6,8 @@ entries are NaN, infinite or equal to others.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +19,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tests.fuzz.made import GARBAGE, MadeGraph, differs, filled, roundings
 from tests.fuzz.padding import KINDS, real_input, walk
 from tests.fuzz.test_padding import SIZES, make_program
-from tests.unit.padding.bruteforce import TOLERANCE, sizes_tried
-from tests.unit.padding.programs import PROGRAMS
-from tests.unit.padding.tracing import INPUTS, trace
 
 _ROUNDING = 1e-7
 _SPECIAL = (float("nan"), float("inf"), float("-inf"), 0.0)
@@ -204,43 +200,3 @@ def test_rounding_is_allowed_where_large_terms_cancel_alone() -> None:
 def test_twenty_thousand_made_programs_never_differ() -> None:
     tally = search(range(3_000_000, 3_020_000))
     assert tally.wrong == [], str(tally)
-
-
-def each_program() -> Iterator[Any]:
-    for at, program in enumerate(PROGRAMS):
-        yield pytest.param(program, id=program.name, marks=() if at % 4 == 0 else pytest.mark.fuzz)
-
-
-@pytest.mark.parametrize("program", list(each_program()))
-def test_a_made_program_of_the_tables_does_not_differ(program: Any) -> None:
-    assert wrong_with(program) == []
-
-
-def wrong_with(program: Any) -> list[str]:
-    """What differs once the padding of a program of the tables is made."""
-    traced = trace(program.function)
-    if any(node.target is torch.ops.aten.copy_.default for node in traced.graph.graph.nodes):
-        return []
-    graph = MadeGraph(traced.graph, traced.symbols, traced.declared)
-    found = []
-    for number, (real, sizes) in enumerate(itertools.islice(sizes_tried(traced, graph.fields), 3)):
-        if not graph.insertions:
-            break
-        generator = torch.Generator().manual_seed(number)
-        kinds = [INPUTS[name] for name in traced.names]
-        inputs = [kind.real(real, generator) for kind in kinds]
-        expected, _ = traced.run(inputs)
-        for garbage in GARBAGE:
-            padded = [
-                kind.padded(value, sizes, 1.0, generator)
-                if kind.declared is not None
-                else filled(value, kind.sizes(sizes), garbage, generator)
-                for kind, value in zip(kinds, inputs, strict=True)
-            ]
-            torch.default_generator.manual_seed(0)
-            results = graph.run(padded, real)
-            for at, (one, other) in enumerate(zip(expected, results, strict=True)):
-                tolerance = TOLERANCE.get(getattr(one, "dtype", None), 0.0)
-                if differs(one, other, tolerance):
-                    found.append(f"{program.name}: output {at} at {dict(real)} padded to {dict(sizes)}, {garbage}")
-    return found

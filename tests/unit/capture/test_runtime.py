@@ -92,16 +92,6 @@ def test_one_scope_at_a_time(rig: Any) -> None:
     assert rig.runtime.scopes.current() is None
 
 
-def test_a_scope_belongs_to_the_thread_that_opened_it(rig: Any) -> None:
-    wrapper = rig.wrap(plus_one)
-    with rig.runtime.capturing(), ThreadPoolExecutor(1) as threads:
-        with pytest.raises(CaptureError, match="capture is closed"):
-            threads.submit(rig.call, wrapper, X).result(10)
-        assert wrapper.captured() == []
-        assert torch.equal(rig.call(wrapper, X), X + 1)
-        assert torch.equal(threads.submit(rig.call, wrapper, X * 2).result(10), X * 2 + 1)
-
-
 def test_a_scope_closes_when_its_body_raises(rig: Any) -> None:
     with pytest.raises(KeyboardInterrupt), rig.runtime.capturing():
         raise KeyboardInterrupt

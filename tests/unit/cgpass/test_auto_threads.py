@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import nn
 
-import graphpass as gp
 from cgpass.autodispatch import AutoDispatcher
 from cgpass.servedcalls import ExactGraphs, ServedCalls
 from graphpass import GraphRuntime
@@ -163,30 +162,3 @@ def test_threads_that_capture_a_key_together_count_one_graph(rt: GraphRuntime, m
     assert len(measured) == 1
     fast.call(9, 9, 9)
     assert sum(c.captured for c in rt.counts().values()) == 2
-
-
-@CALLS
-def test_a_capturing_scope_beside_calls_of_other_threads(num_calls: int, rt: GraphRuntime) -> None:
-    fast = Served(rt)
-    calls = fast.calls(num_calls, most=12)
-
-    def captured(x: torch.Tensor) -> Any:
-        while True:
-            try:
-                with rt.capturing():
-                    return fast.at("FULL", len(x), x)
-            except gp.errors.CaptureError as error:
-                if "capturing already" not in error.problem:
-                    raise
-
-    def run(number: int) -> None:
-        if number:
-            calls(number)
-            return
-        for size in (12, 7, 2):
-            x = torch.randn(size, 6)
-            agrees(captured(x), tuple(part.detach() for part in fast.model(x)))
-
-    in_threads(run)
-    assert not given_up(rt)
-    assert fast.uses("captured") == {(1,)}

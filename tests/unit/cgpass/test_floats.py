@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import cgpass
@@ -147,14 +146,6 @@ def test_a_module_s_float_is_an_input_when_it_changes() -> None:
         for x, scaled.scale in zip(inputs(torch.float32), VALUES, strict=True):
             torch.testing.assert_close(fast.call(x, 0.0), x * scaled.scale)
     assert fast.num_compiled == 2
-
-
-def test_padding_is_proved_beside_a_float(compiled: Make) -> None:
-    layer = nn.Linear(4, 4)
-    fast = compiled(lambda x, thr: (layer(x) * thr).clamp(-thr, 1.0), dynamic=True)
-    sizes = [5, 6, 7, 8, 5, 9, 11, 10, 5, 6] * 2
-    fast.serve([(torch.randn(rows, 4), thr) for rows, thr in zip(sizes, VALUES, strict=True)])
-    assert fast.padded_sizes == {"x[0]": True}
 
 
 def test_results_that_share_memory_share_it_beside_a_float(compiled: Make) -> None:

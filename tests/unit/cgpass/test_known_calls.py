@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import cgpass.autodispatch
-from cgpass.callable import GraphedCallable
 from cgpass.paddingcheck import PaddedCall
 from graphpass.capture.replay import EntryTable
 from graphpass.compat import memory
@@ -119,27 +118,6 @@ def test_inputs_that_are_filled_together_hold_what_each_alone_holds(
     PaddedArguments(together).fill(values)
     for alone, beside in zip(apart, together, strict=True):
         torch.testing.assert_close(beside.buffer, alone.buffer, rtol=0, atol=0)
-
-
-def test_dynamo_passes_only_what_the_graph_reads(compiled: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ``dynamic=True`` each float of a module is an argument, which costs a conversion in every call."""
-
-    def scaled(self: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
-        return self.norm(x) * self.scale * factor
-
-    passed, call = list[int](), GraphedCallable.__call__
-
-    def counted(graphed: GraphedCallable, *given: Any) -> Any:
-        passed.append(len(given))
-        return call(graphed, *given)
-
-    monkeypatch.setattr(GraphedCallable, "__call__", counted)
-    model: Any = module(scaled, norm=nn.LayerNorm(4, eps=1e-3), scale=0.25)
-    fast = compiled(model, dynamic=True)
-    fast.serve([(torch.randn(size, 4), factor) for size, factor in ((5, 2.0), (5, 3.0), (6, 4.0), (6, 2.0))])
-    assert set(passed) == {5}  # x, its size, the factor, weight and bias
-    model.norm.eps, model.scale = 1e-1, 0.5
-    fast.serve([(torch.randn(5, 4), 2.0)])
 
 
 def test_the_device_of_the_arguments_is_asked_for_captures_of_others(

@@ -72,16 +72,6 @@ def test_masks(inputs: Inputs) -> None:
     check(served(encoder(), inputs, "aot_eager"))
 
 
-def test_a_mask_under_inductor() -> None:
-    check(served(encoder(activation="gelu"), BOTH, "inductor"))
-
-
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
-@pytest.mark.parametrize("norm_first", [False, True])
-def test_forms_of_a_layer(activation: str, norm_first: bool) -> None:
-    check(served(encoder(activation=activation, norm_first=norm_first), HIDDEN, "aot_eager"))
-
-
 @pytest.mark.parametrize("inputs", [lambda x: (), HIDDEN], ids=["no mask", "mask"])
 @pytest.mark.parametrize("settings", [{"need_weights": False}, {}, {"average_attn_weights": False}], ids=str)
 def test_attention_by_itself(settings: dict[str, bool], inputs: Inputs) -> None:

@@ -26,39 +26,6 @@ from tests.unit.compiled import Compiled, agrees
 from tests.unit.models import linear
 
 
-def reads_the_host(x: torch.Tensor) -> torch.Tensor:
-    count = (x * 2).relu().sum().item()
-    return x.cos() * count + 1
-
-
-def has_a_data_dependent_shape(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = (x * 2).relu().nonzero().sum(0)
-    return x.cos() + 1, rows * 2
-
-
-@pytest.mark.parametrize(
-    ("model", "reason"),
-    [(reads_the_host, "host read: Tensor.item"), (has_a_data_dependent_shape, "data-dependent shape: Tensor.nonzero")],
-)
-def test_one_bad_op_costs_one_split(keyed: Make, model: Callable[..., Any], reason: str) -> None:
-    with dynamo_config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
-        fast = keyed(model, fullgraph=True, splitting_ops=[])
-        fast.check("PIECEWISE", capture=True)
-        fast.check("PIECEWISE", "PIECEWISE")
-        with pytest.raises(CaptureError) as raised:
-            fast.capture("FULL")
-    regions = reported_regions(fast.rt)
-    eager = [(name, why) for name, kind, why in regions if kind == "eager"]
-    assert eager[0][1].startswith(reason)
-    assert [why for _, why in eager if why.startswith(reason)] == [eager[0][1]]
-    assert raised.value.found == f"{eager[0][0].removeprefix('g0.')}: {reason}"
-    assert "PIECEWISE" in raised.value.remedy
-    captured = [name for name, kind, *_ in regions if kind == "captured"]
-    assert {(region, c.captured, c.replayed) for (region, _, _), c in fast.rt.counts().items()} == {
-        (name, 1, 3) for name in captured
-    }
-
-
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.int32, torch.float32, torch.bool])
 @pytest.mark.parametrize("reads", ["number", "size", "both"])
 def test_numbers_read_from_the_cpu_are_those_of_each_call(rt: GraphRuntime, dtype: torch.dtype, reads: str) -> None:

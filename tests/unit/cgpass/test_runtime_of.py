@@ -80,18 +80,6 @@ def test_runtime_of_returns_a_private_runtime_after_the_first_call(make: str) ->
     assert compiled.tally("FULL") == {("g0.full", 4): (1, 1)}
 
 
-@pytest.mark.parametrize(
-    "other",
-    [shift, Shifted(), None, "text", torch.compile(shift, backend="eager")],
-    ids=["function", "module", "none", "text", "another backend"],
-)
-def test_what_was_never_compiled_has_none(other: Any) -> None:
-    if callable(other):
-        other(torch.randn(4, 6))
-    with pytest.raises(OptionError, match="no graphpass runtime"):
-        runtime_of(other)
-
-
 def test_a_copy_of_a_model_compiled_in_place_is_to_be_compiled_again() -> None:
     fast = made(MAKERS["in place"])
     called(fast)

@@ -41,21 +41,6 @@ def test_a_size_that_comes_once_is_not_compiled(rt: GraphRuntime) -> None:
     assert found == [[0], [0, 1], [0, 1], [0, 1], [0, 1, 0], [0, 1, 0]]
 
 
-def test_a_size_that_recurs_is_compiled_before_its_capture(rt: GraphRuntime) -> None:
-    eager = model()
-    fast = torch.compile(eager, backend="cgpass", options={"runtime": rt, "dispatch": "auto"})
-    found = []
-    for _ in range(4):
-        x = torch.randn(5, 6)
-        with torch.no_grad():
-            agrees(fast(x), eager(x))
-        found.append(artifacts(rt))
-    assert found == [[0], [1], [1], [1]]
-    assert rt.callables()[0].seconds.compile > 0
-    ((_, counts),) = rt.counts().items()
-    assert (counts.captured, counts.replayed) == (1, 3)
-
-
 def test_a_higher_order_operator_is_compiled_at_once(rt: GraphRuntime) -> None:
     def call(x: torch.Tensor) -> torch.Tensor:
         return checkpoint(torch.tanh, x, use_reentrant=False) * 2

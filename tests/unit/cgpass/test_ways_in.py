@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -114,24 +113,3 @@ def test_compiled_autograd_compiles_with_it(rt: GraphRuntime, compiler: str) -> 
         counts[row["reason"]] += row["calls"]
     assert counts == {"an input has no elements": len(sizes)}
     assert (rt.stats().captured, rt.stats().replayed) == (0, 0)
-
-
-def test_a_list_of_inputs_is_emptied_before_the_graph_runs() -> None:
-    """As compiled autograd asks for, so that an entry can be freed in the run."""
-    graph = torch.fx.Graph()
-    given = graph.placeholder("given")
-    x = torch.randn(4, 6)
-    given.meta["example_value"] = [x, x]
-    first, last = (graph.call_function(operator.getitem, (given, entry)) for entry in (0, 1))
-    for read in (first, last):
-        read.meta["example_value"] = x
-    graph.output((graph.call_function(torch.sub, (first, last)),))
-    made = cgpass.backend(torch.fx.GraphModule({}, graph), [[x, x]], options={"compiler": "eager"})
-    with torch.no_grad():
-        for _ in range(4):
-            one, other, unread = torch.randn(4, 6), torch.randn(4, 6), torch.randn(2)
-            entries = [one, other, unread]
-            (got,) = made(entries)
-            agrees(got, one - other)
-            assert entries == []
-    assert runtime_of(made).stats().replayed == 3

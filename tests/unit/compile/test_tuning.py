@@ -295,19 +295,6 @@ def test_size_one_is_compiled_for_itself(bench: Bench, rt: gp.GraphRuntime) -> N
     assert [bounds for bounds, _ in compiled] == [[(1, 1)]] * 5 + [[(2, 8)]] * 4
 
 
-def test_equal_regions_are_tuned_once(bench: Bench, rt: gp.GraphRuntime) -> None:
-    def deep(self: Any, x: torch.Tensor) -> torch.Tensor:
-        for part in self.layers:
-            x = torch.ops.compiletest.cut(part(x))
-        return x
-
-    bench.replay_s = {(COMBO,): 0.5}
-    layers = torch.nn.ModuleList(layer() for _ in range(5))
-    captured(module(deep, layers=layers), rt, splitting_ops=["compiletest::cut"])
-    assert [(found.region, found.settings) for found in tuned(rt)] == [("g0.r0", COMBO)]
-    assert len(bench.compiled) == 4
-
-
 def test_what_is_made_of_padding_is_in_each_variant_and_in_the_run_in_a_wide_type(
     bench: Bench, rt: gp.GraphRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -140,16 +140,6 @@ def test_counts(lora: LoraKeys, key_counts: tuple[int, ...], table: tuple[int, .
             assert step.descriptor in dispatcher.keys[step.mode]
 
 
-@pytest.mark.parametrize(
-    ("lora", "num_active_loras"),
-    [(None, 1), (None, -1), (LoraKeys(2), 4), (LoraKeys(2), -1), (LoraKeys(2, per_count=True), 4)],
-)
-def test_contradicting_counts(lora: LoraKeys | None, num_active_loras: int) -> None:
-    dispatcher = CudagraphDispatcher("PIECEWISE", [4], max_num_reqs=4, lora=lora, lazy=True)
-    with pytest.raises(DispatchError, match="num_active_loras"):
-        dispatcher.dispatch(3, num_active_loras=num_active_loras)
-
-
 @pytest.mark.parametrize("max_loras", [0, -1])
 def test_there_is_an_adapter(max_loras: int) -> None:
     with pytest.raises(DispatchError, match="max_loras"):

@@ -95,20 +95,6 @@ def test_sizes(histogram: dict[int, float], max_graphs: int, sizes: tuple[int, .
     assert plan == plan_sizes(dict(reversed(histogram.items())), max_graphs)
 
 
-@pytest.mark.parametrize(
-    ("costs", "sizes", "spared"),
-    [
-        ({63: 10, 64: 9, 128: 20}, (64, 128), 0.0),  # 63 runs better padded to 64, which never came
-        ({63: 9, 64: 9, 128: 20}, (63, 128), 0.0),
-        ({63: 30, 64: 30, 128: 20}, (128,), 0.0),
-        ({63: 0, 64: 0, 128: 0}, (128,), 0.0),
-    ],
-)
-def test_a_larger_size_that_costs_less_is_used(costs: dict[int, int], sizes: tuple[int, ...], spared: float) -> None:
-    plan = plan_sizes({63: 1, 64: 0, 128: 1}, 3, cost=costs.__getitem__)
-    assert (plan.sizes, plan.waste) == (sizes, spared)
-
-
 # -- against other ladders --------------------------------------------------------------------------------------------
 
 

@@ -47,20 +47,6 @@ def test_without_capture_a_key_is_captured_at_its_second_call() -> None:
     assert full_counts(agree(Rowwise, rows(3, 4, 4, 7, 3), [2, 4, 8], {"x": 0})) == {4: (1, 3)}
 
 
-def test_without_sizes_the_examples_shape_is_captured() -> None:
-    model = Rowwise().eval()
-    fast = graphed(model)
-    fast.capture(torch.randn(5, 6))
-    assert fast.runtime.stats().captured == 1
-    assert_replays(fast, model, 5)
-
-
-def assert_replays(fast: Any, model: Any, size: int) -> None:
-    before, x = replays(fast), torch.randn(size, 6)
-    agrees(fast(x), model(x).detach())
-    assert replays(fast) == before + 1
-
-
 @pytest.mark.parametrize(("sizes", "calls"), [([2, 4], [3]), ([1, 2, 4], [3, 1])])
 def test_capture_calls_the_model_once_and_once_more_at_size_one(sizes: list[int], calls: list[int]) -> None:
     def counted(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -70,15 +56,6 @@ def test_capture_calls_the_model_once_and_once_more_at_size_one(sizes: list[int]
     model = module(counted, calls=[])
     graphed(model, sizes, {"x": 0}).capture(torch.randn(3, 6))
     assert model.calls == calls
-
-
-def test_what_shares_the_symbol_is_narrowed_to_size_one_too() -> None:
-    def model(batch: dict[str, torch.Tensor], scale: float) -> torch.Tensor:
-        return batch["x"] * batch["mask"][:, None] * scale
-
-    fast = graphed(model, [1, 2, 4], {"x": 0})
-    fast.capture({"x": torch.randn(3, 6), "mask": torch.ones(3)}, 2.0)
-    assert sorted(full_counts(fast)) == [1, 2, 4]
 
 
 def test_an_empty_batch_runs_eagerly() -> None:

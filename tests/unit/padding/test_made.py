@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -40,18 +40,20 @@ from graphpass.padding.opcall import words
 from graphpass.padding.table import BUILT_IN, FILLING, rule_for
 from tests.fuzz.made import GARBAGE, MadeGraph, differs, filled
 from tests.unit.padding.bruteforce import TOLERANCE, sizes_tried
+from tests.unit.padding.programs import PROGRAMS
 from tests.unit.padding.programs_fused import FUSED, layer
 from tests.unit.padding.programs_made import CASES, IN_PARTS, OPERANDS, REWRITES, WRITES, Case
 from tests.unit.padding.programs_moved import distances
+from tests.unit.padding.table import Program
 from tests.unit.padding.tracing import INPUTS, Traced, trace
 
 
-def wrong(case: Case, traced: Traced, graph: MadeGraph) -> list[str]:
+def wrong(case: Case, traced: Traced, graph: MadeGraph, tried: int = 6) -> list[str]:
     """Where a graph with repairs returns something else than the program without padding."""
     found: list[str] = []
     if not graph.insertions:
         return found  # what is proved, test_programs shows
-    for number, (real, sizes) in enumerate(itertools.islice(sizes_tried(traced, graph.fields), 6)):
+    for number, (real, sizes) in enumerate(itertools.islice(sizes_tried(traced, graph.fields), tried)):
         generator = torch.Generator().manual_seed(number)
         kinds = [INPUTS[name] for name in traced.names]
         inputs = [
@@ -80,6 +82,20 @@ def test_what_is_made_is_right(case: Case) -> None:
     assert (set(graph.proved), set(graph.fields)) == (set(case.proved), set(case.fields))
     assert bool(graph.insertions) == (set(case.proved) != set(case.fields))
     assert wrong(case, traced, graph) == []
+
+
+def each_program() -> Iterator[Any]:
+    for at, program in enumerate(PROGRAMS):
+        yield pytest.param(program, id=program.name, marks=() if at % 4 == 0 else pytest.mark.fuzz)
+
+
+@pytest.mark.parametrize("program", list(each_program()))
+def test_a_made_program_of_the_tables_does_not_differ(program: Program) -> None:
+    traced = trace(program.function)
+    if traced.graph.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        return  # it writes to an input, and is left as it is
+    graph = MadeGraph(traced.graph, traced.symbols, traced.declared)
+    assert wrong(Case(program.name, program.function), traced, graph, tried=3) == []
 
 
 def test_each_row_of_the_tables_has_a_case() -> None:

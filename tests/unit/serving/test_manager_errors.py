@@ -60,15 +60,6 @@ def test_inputs_that_do_not_fit_are_refused_and_nothing_is_written(mode: str) ->
         assert_right(manager, [3, 8, 9])
 
 
-@pytest.mark.parametrize("num_tokens", [-1, LARGEST + 1, None, 3.0, "3"], ids=repr)
-def test_a_number_of_tokens_that_cannot_be_is_refused(num_tokens: Any) -> None:
-    manager = captured(Rows().eval(), sizes=(4,))
-    for inputs in (None, {"x": rows(3)}):
-        with pytest.raises(ShapeError, match="does not fit the buffers"):
-            manager.run(Batch(num_tokens, inputs=inputs))
-    assert_right(manager, [3])
-
-
 def test_an_input_that_overlaps_its_own_buffer_is_copied_right() -> None:
     """The rest of a batch, as a view of where it lies."""
     manager = captured(Doubled())

@@ -17,7 +17,7 @@ from graphpass import (
     InputSpec,
     LoraKeys,
 )
-from graphpass.errors import DispatchError, OptionError, ShapeError
+from graphpass.errors import OptionError, ShapeError
 from graphpass.offload import WeightOffloader
 from graphpass.text import LoraAdapters
 from graphpass.text.lora import LoraLinear
@@ -153,15 +153,6 @@ def test_more_adapters_than_slots_are_refused() -> None:
         adapted.adapters.load("a", adapted.known["a"].pairs)
     with pytest.raises(OptionError, match="'b' is not loaded"):
         adapted.adapters.of_rows(["b"])
-
-
-@pytest.mark.parametrize(("keys", "count"), [(LoraKeys(1), 3), (None, 1)])
-def test_a_batch_with_more_adapters_than_the_dispatcher_knows_is_refused(keys: LoraKeys | None, count: int) -> None:
-    adapted = Adapted("FULL", keys, sizes=[8])
-    with pytest.raises(DispatchError, match="num_active_loras contradicts the configuration"):
-        adapted.run(NAMES[:count])
-    adapted.check([None, None])
-    adapted.manager.close()
 
 
 @pytest.mark.parametrize(("given", "factor"), [({}, 1.0), ({"scaling": 0.5}, 0.5), ({"alpha": 3.0}, 1.5)])

@@ -15,7 +15,7 @@ from graphpass.compat.operators import PackedSequences
 from graphpass.report import KernelUse
 from graphpass.text import LayerMask, PagedAttention, PagedLayer
 from graphpass.text.paged import kernels, kvcache, pagedattention
-from graphpass.text.paged.kernels import kernels_of, write_fault
+from graphpass.text.paged.kernels import kernels_of
 from tests.unit.text.paged_reference import Heads, Paged, assert_right, attend_by, kind_of, reference, run, uniform_key
 from tests.unit.text.test_paged_attention import PLAIN_HEADS, STEPS
 
@@ -207,12 +207,6 @@ def test_one_kernel_writes_the_keys_and_values_of_full_keys(
     assert all(torch.equal(plain, fused) for plain, fused in zip(*written, strict=True))
 
 
-def test_the_kernel_of_a_write_is_tried() -> None:
-    assert write_fault(CPU, torch.float32) == "none for cpu"
-    (*_, use) = Paged(Heads(4, 2, 16)).attention.kernels()
-    assert (use.kernel, use.serves, use.why) == ("one kernel that writes keys and values", "none", "none for cpu")
-
-
 # -- the choice ------------------------------------------------------------------------------------------------------
 
 PLAIN = PagedLayer(2, 64)
@@ -295,11 +289,6 @@ def test_other_caches_use_masked_attention_and_the_table_says_why(
     assert served(choice) == {TABLES: "none", IN_PLACE: "none", PACKED: "none", MASKED: "all steps"}
     assert reason in why(choice, PACKED)
     assert reason in why(choice, IN_PLACE)
-
-
-@pytest.mark.usefixtures("gpu")
-def test_a_chunk_that_no_sequence_reaches_is_none() -> None:
-    assert chosen(PagedLayer(2, 64, mask=LayerMask(chunk=64)))[0]
 
 
 def test_the_gpu_and_this_torch_are_asked(gpu: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -267,15 +266,6 @@ def test_requests_do_not_mix_and_may_start_again() -> None:
     assert proposed(drafter, second, [1, 3, 1], 1) == [3]
     assert proposed(drafter, first, [4, 1], 1) == []
     assert proposed(drafter, first, [4, 1, 4], 1) == [1]
-
-
-def test_an_index_goes_with_its_request() -> None:
-    drafter, request = NgramDrafter(), Request.of("a", [1], 1)
-    proposed(drafter, request, [1, 2, 1], 1)
-    assert len(drafter._indexes) == 1
-    del request
-    gc.collect()
-    assert len(drafter._indexes) == 0
 
 
 @pytest.mark.parametrize("lengths", [(3, 0), (0, 0), (1, 2), (True, True), (2.0, 1)])
