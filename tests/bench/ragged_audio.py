@@ -59,10 +59,10 @@ class Sound:
     by_hand: Callable[[Any, Sequence[int]], BucketedRunner]
     is_masked: bool = False  #: whether the clips of a batch differ in length
 
-    def calls(self, count: int, longest_s: int, largest: int) -> list[Call]:
+    def calls(self, count: int, longest_s: int, batches: tuple[int, int]) -> list[Call]:
         """Seeded calls."""
         rng = random.Random(1)
-        return [self._call(rng, rng.randint(1, largest), rng.uniform(1, longest_s)) for _ in range(count)]
+        return [self._call(rng, rng.randint(*batches), rng.uniform(1, longest_s)) for _ in range(count)]
 
     def _call(self, rng: random.Random, batch: int, length_s: float) -> Call:
         length = int(length_s * self.per_second)
@@ -212,8 +212,9 @@ def measure(name: str, dtype: torch.dtype, given: argparse.Namespace) -> dict[st
     """The figures of one model."""
     sound, device = SOUNDS[name], gpu_or_cpu(given.small)
     model = built(sound, given.small).to(device, dtype)
-    longest_s, largest = (2, 3) if given.small else (LONGEST_S, LARGEST_BATCH)
-    calls = [moved(call, device, dtype) for call in sound.calls(given.clips, longest_s, largest)]
+    longest_s = 2 if given.small else LONGEST_S
+    batches = given.smallest, 3 if given.small else LARGEST_BATCH
+    calls = [moved(call, device, dtype) for call in sound.calls(given.clips, longest_s, batches)]
     runner = sound.by_hand(model, sound.buckets(longest_s))
     torch.compiler.reset()
     options: Any = {"options": {"compiler": "aot_eager"}} if given.small else {}
@@ -315,6 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--model", nargs="*", choices=SOUNDS, default=list(SOUNDS), help="default: all")
     parser.add_argument("--dtype", nargs="*", default=["float16", "float32"])
     parser.add_argument("--clips", type=int, default=60, metavar="N", help="calls in a pass")
+    parser.add_argument("--smallest", type=int, default=1, metavar="N", help="least batch: one of 1 is traced apart")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--settle", type=float, default=60, metavar="S", help="seconds for graphs of recurring sizes")
     parser.add_argument("--small", action="store_true", help="tiny models on a CPU")
