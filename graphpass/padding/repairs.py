@@ -120,12 +120,13 @@ def _attends_to_all(operands: Operands) -> tuple[PaddedValue, PaddedValue]:
 def _counted_keys(operands: Operands) -> Ref:
     """Attention without a mask by a kernel that is given the number of real keys."""
     (query, key), making = _attends_to_all(operands), operands.making
-    widths = {product(operands.call.tensor(name).factors[3]) for name in ("query", "key", "value")}
-    need(base_name(operands.node.op) in _ON_CUDA and len(widths) == len(key.factors[2]) == 1)
-    kernel = operators.attention_to_lengths(query.known_dtype, widths.pop())
+    each = [operands.call.tensor(name).factors for name in ("query", "key", "value")]
+    batches, widths = ({of_each[dim] for of_each in each} for dim in (0, 3))
+    need(base_name(operands.node.op) in _ON_CUDA and len(batches) == len(widths) == len(key.factors[2]) == 1)
+    kernel = operators.attention_to_lengths(query.known_dtype, product(query.factors[3]))
     need(kernel and (query.factors[1] == key.factors[1] or kernel == "flash"))
     given, (size,) = dict(operands.node.arguments), key.factors[2]
-    need(is_computed(size) and all(isinstance(product(one.factors[1]), int) for one in (query, key)))
+    need(is_computed(size) and all(isinstance(product(heads), int) for _, heads, *_ in each))
     arguments = {one: given[one] for one in ("query", "key", "value")} | {"size": size, "scale": given.get("scale")}
     making.inserted("the number of real keys", size, TensorShape((), torch.int32))
     return making.added(replace(operands.node, op=KEYS, arguments=tuple(arguments.items())))

@@ -105,6 +105,12 @@ def halved_keys(x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(heads(x, 2), k, k).transpose(1, 2).flatten(2)
 
 
+def copied(x: Tensor) -> Tensor:
+    """In memory by head, so that rows of a length are apart."""
+    q = heads(x, 2).contiguous()
+    return F.scaled_dot_product_attention(q, q.sin(), heads(x, 2)).transpose(1, 2).flatten(2)
+
+
 def shared(x: Tensor) -> Tensor:
     k = heads(x[..., :8], 1)
     return F.scaled_dot_product_attention(heads(x, 2), k, k, enable_gqa=True).transpose(1, 2).flatten(2)
@@ -124,7 +130,10 @@ class Attending(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("function", "compiler"),
-    [*((one, "aot_eager") for one in (itself, scaled, infinite_behind, other_keys, shared)), (halved_keys, "inductor")],
+    [
+        *((one, "aot_eager") for one in (itself, scaled, infinite_behind, other_keys, copied, shared)),
+        (halved_keys, "inductor"),
+    ],
 )
 def test_real_entries_are_those_of_the_call(
     compiled: Make, function: Callable[..., Any], compiler: str, dtype: torch.dtype
