@@ -18,6 +18,7 @@ from graphpass.keys import CUDAGraphMode
 from graphpass.ledger import UNCOMPILED, Reason
 from graphpass.paddedcalls import PadRule, checked_rule
 from graphpass.saved.files import SavedFiles
+from graphpass.saved.fingerprint import Parts, text_of
 
 _NO_GRAPH = Reason(
     "a call reached no graph: Dynamo found nothing to compile, or was off",
@@ -143,9 +144,11 @@ class Settings:
             padding={aliases.get(name, name): rule for name, rule in self.padding.items()},
         )
 
-    def parts(self) -> dict[str, Any]:
-        """{name for users: value} of the options on which what is compiled may depend."""
-        return {f"option {f.name}": getattr(self, f.name) for f in fields(self) if f.name not in _OF_THE_PROCESS}
+    def parts(self) -> Parts:
+        """The options on which what is compiled may depend."""
+        return {
+            f"option {f.name}": text_of(getattr(self, f.name)) for f in fields(self) if f.name not in _OF_THE_PROCESS
+        }
 
     def makes_padding(self) -> bool:
         """Whether padding is made neutral where no proof says that it is; a compiler without an AOT step cannot."""

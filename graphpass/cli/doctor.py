@@ -20,6 +20,7 @@ import graphpass
 from graphpass.capture.runtime import NEWEST_TORCH, OLDEST_TORCH, torch_release
 from graphpass.cli.explain import quiet_compiler
 from graphpass.cli.usermodel import Result
+from graphpass.compile import summary
 from graphpass.ranks.lockstep import Lockstep, would_hang
 from graphpass.report.drawing import Heading, Part, Table
 from graphpass.text.paged.kernels import fault_in_place
@@ -179,7 +180,7 @@ def _checks(device: torch.device) -> list[dict[str, Any]]:
             with quiet_compiler():
                 check(device)
         except Exception as error:
-            problem = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            problem = summary(error)
         found.append({"name": name, "seconds": time.perf_counter() - start_s, "problem": problem})
     return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import linecache
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from graphpass.compat import symbolic
+from graphpass.compat import dynamo, symbolic
 
 
 def tensor_dicts(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -168,11 +167,8 @@ def compiled_code() -> str:
 
     The code after a graph break is a function of another name.
     """
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    with contextlib.suppress(AttributeError):
-        return code_name(InstructionTranslator.current_tx().output.root_tx.f_code)
-    return ""
+    frame = dynamo.translator()
+    return "" if frame is None else code_name(frame.output.root_tx.f_code)
 
 
 def code_name(code: types.CodeType) -> str:

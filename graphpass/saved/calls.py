@@ -205,8 +205,8 @@ class SavedCalls:
 
     def _parts(self) -> Parts:
         tensors = list(self._model.parameters()) if isinstance(self._model, torch.nn.Module) else []
-        options = {name: text_of(value) for name, value in self._settings.parts().items()}
-        return {**environment({tensor.device for tensor in tensors}), **options, **modules(self._model)}
+        devices = {tensor.device for tensor in tensors}
+        return {**environment(devices), **self._settings.parts(), **modules(self._model)}
 
     @property
     def _runtime(self) -> GraphRuntime:

@@ -81,7 +81,7 @@ class GraphIdentity:
 def _parts(settings: Settings, devices: Iterable[torch.device], ops: Iterable[Any]) -> Parts:
     return {
         **environment(devices),  # guard: saved_environment
-        **{name: text_of(value) for name, value in settings.parts().items()},  # guard: saved_options
+        **settings.parts(),  # guard: saved_options
         "settings of the compiler": text_of(configuration.settings_now()),  # guard: saved_settings
         **implementations(ops),  # guard: saved_implementations
     }
