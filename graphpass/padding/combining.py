@@ -300,8 +300,7 @@ def scan(call: OpCall) -> Returned:
     if value.rank:
         call.at_the_start(value, dim, f"{call.name} along")  # guard: proof_scan_inside
     result = call.carried(PaddedValue(value.factors))
-    pads = {place: pad for place, pad in result.padding if place[0] != dim or not is_finite(pad)}
-    return call.each(lambda _: result.with_pads(pads))
+    return call.each(lambda _: result)
 
 
 def recurrent_layer(call: OpCall) -> Returned:
@@ -438,6 +437,4 @@ def _with_bias(call: OpCall, matrix: PaddedValue, bias: object) -> PaddedValue:
         ours, theirs = matrix.pad_at(place), added.pad_at(place)
         varies = place[0] >= offset and call.sizes.any_padded(bias.factors[place[0] - offset])
         pads[place] = blurred(ours, theirs) if varies or theirs is not None else blurred(ours)
-        if is_zero(ours) and is_zero(theirs):  # guard: proof_bias_of_zero_rows
-            pads[place] = 0
     return result.with_pads(pads)

@@ -18,7 +18,6 @@ from graphpass.padding.opcall import (
     ROWS_APART,
     OpCall,
     PaddingReason,
-    PaddingRule,
     Unknown,
     tensors_of,
 )
@@ -267,21 +266,19 @@ class Walk:
             return self._fresh(call, wanted)
         rule = rule_for(node.op)
         touched = any(map(self._sizes.padded, call.sizes_at_hand()))
-        if not self._sizes.real_first and not self._depends[-1]:
-            return tuple(self._shared(call, rule, shape) for shape in wanted)
+        is_shared = not self._sizes.real_first and not self._depends[-1]  # by all rows, so that a refusal says nothing
         if not touched and (rule is None or (tensors and all(value.constant is None for value in tensors))):
             return self._fresh(call, wanted)
-        if rule is None:
-            # guard: proof_operators_without_a_rule
-            return self._fresh(call, wanted, PaddingReason(NO_RULE, remedy=_remedy_for(node.op)))
+        returned: Any
         try:
-            returned = applied(rule, call)
+            # guard: proof_operators_without_a_rule
+            returned = PaddingReason(NO_RULE, remedy=_remedy_for(node.op)) if rule is None else applied(rule, call)
         except Unknown as unknown:
             returned = unknown.reason
         except Exception as error:
             returned = PaddingReason(f"its padding rule failed: {error!r}", remedy=_to_correct(call))
         if isinstance(returned, PaddingReason):
-            return self._fresh(call, wanted, returned)
+            return self._fresh(call, wanted, *(() if is_shared else (returned,)))
         if isinstance(returned, PaddedValue) and is_registered(node.op):
             if any(returned is value for value in tensors):  # its rows depend on the argument's; they are not equal
                 returned = call.carried(PaddedValue(returned.factors), returned)  # guard: proof_rows_by_a_rule
@@ -291,19 +288,8 @@ class Walk:
         if len(returned) != len(wanted):
             why = f"its padding rule returned {len(returned)} value(s) for {len(wanted)} results of other sizes"
             return self._fresh(call, wanted, PaddingReason(why, remedy=_ONE_EACH))
-        return tuple(self._checked(call, value, shape) for value, shape in zip(returned, wanted, strict=True))
-
-    def _shared(self, call: OpCall, rule: PaddingRule | None, shape: Any) -> PaddedValue | None:
-        """A result that depends on no padded input: no findings, but constants and indices from the rule."""
-        if not isinstance(shape, TensorShape):
-            return None
-        try:
-            returned = applied(rule, call) if rule is not None else None
-        except Exception:
-            returned = None
-        fitting = returned if isinstance(returned, PaddedValue) and self._fits(returned, shape) else None
-        value = self._checked(call, fitting, shape) if fitting is not None else None
-        return replace(value, findings=frozenset()) if value is not None else call.fresh(shape)
+        values = tuple(self._checked(call, value, shape) for value, shape in zip(returned, wanted, strict=True))
+        return tuple(value and replace(value, findings=frozenset()) for value in values) if is_shared else values
 
     def _fresh(self, call: OpCall, wanted: tuple[Any, ...], *reasons: PaddingReason) -> tuple[PaddedValue | None, ...]:
         """Values of unknown contents, which depend on padding for each of ``reasons``."""
