@@ -247,18 +247,13 @@ class PoolLease:
                 self._handed.append((f"output {index} of {who}", StorageWeakRef(view.untyped_storage())))
         return views
 
-    def without_stale(self, leaves: Sequence[Any], positions: Sequence[int] | None = None) -> list[Any]:
-        """``leaves`` with clones at those ``positions``, all by default, that lie in outputs of an earlier forward.
-
-        The next replay overwrites that memory.
-        """
+    def without_stale(self, leaves: Sequence[Any], positions: Sequence[int]) -> list[Any]:
+        """``leaves`` with clones at those ``positions`` that lie in outputs of an earlier forward, which go stale."""
         found = list(leaves)
         if self._forward is not self._written_by and self._written:
             stale = set(map(storage_id, self._written)) - {0}
-            positions = range(len(found)) if positions is None else positions
-            for position, leaf in zip(
-                positions, clone_pool_tensors([leaves[p] for p in positions], stale), strict=True
-            ):
+            clones = clone_pool_tensors([leaves[p] for p in positions], stale)
+            for position, leaf in zip(positions, clones, strict=True):
                 found[position] = leaf  # guard: stale_arguments
         return found
 
