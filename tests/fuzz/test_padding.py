@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from graphpass.padding import PaddingProof, Verdict, padding_of
+from tests.fuzz.made import differs
 from tests.fuzz.padding import KINDS, Program, padded_input, real_input, walk
 from tests.fuzz.padding_ops import OPS
 
@@ -219,12 +220,7 @@ class Runs:
 def _same(real: Any, padded: Any) -> bool:
     if not isinstance(real, Tensor):
         return bool(real == padded)
-    if real.dim() != padded.dim() or any(a > b for a, b in zip(real.shape, padded.shape, strict=True)):
-        return False
-    cut = padded[tuple(slice(size) for size in real.shape)]
-    if not real.is_floating_point():
-        return torch.equal(real, cut)
-    return torch.allclose(real, cut, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+    return not differs(real, padded, TOLERANCE)
 
 
 def proved_fields(proof: PaddingProof) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 
 import graphpass as gp
 from graphpass import BatchDescriptor, CudagraphDispatcher, CUDAGraphMode, GraphRuntime
+from tests.unit.models import module
 
 SIZES = [1, 2, 4, 8]
 
@@ -31,14 +32,8 @@ def captures_and_replays(rt: GraphRuntime) -> dict[tuple[str, BatchDescriptor], 
     return {(str(mode), key): (c.captured, c.replayed) for (_, mode, key), c in rt.counts().items()}
 
 
-class Decoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(50, 16)
-        self.out = nn.Linear(16, 8)
-
-    def forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self.out(torch.ops.cgpasstest.attend(self.embedding(ids) + positions.unsqueeze(-1)))
+def decoder(self: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return self.out(torch.ops.cgpasstest.attend(self.embedding(ids) + positions.unsqueeze(-1)))
 
 
 def buffers(size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,7 +45,7 @@ class Engine:
 
     def __init__(self, **options: Any) -> None:
         self.rt = GraphRuntime()
-        self.model = Decoder().eval()
+        self.model = module(decoder, embedding=nn.Embedding(50, 16), out=nn.Linear(16, 8)).eval()
         self.dispatcher = CudagraphDispatcher("FULL_AND_PIECEWISE", SIZES, max_num_reqs=8)
         given = {
             "splitting_ops": ["cgpasstest::attend"],

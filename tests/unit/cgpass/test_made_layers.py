@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import graphpass as gp
 from tests.unit.cgpass.leaks import is_padded, refusals
+from tests.unit.models import module
 
 pytestmark = pytest.mark.usefixtures("closed_runtimes")
 
@@ -26,16 +27,10 @@ def encoder(dtype: torch.dtype = torch.float32, **settings: Any) -> nn.Module:
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval().to(dtype)
 
 
-class Attention(nn.Module):
+def attends(self: Any, x: Tensor, visible: Any = None, hidden: Any = None) -> Any:
     """``nn.MultiheadAttention`` by itself, with its weights."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__()
-        self.attends, self.settings = nn.MultiheadAttention(32, 4, batch_first=True), settings
-
-    def forward(self, x: Tensor, visible: Any = None, hidden: Any = None) -> Any:
-        given = {"attn_mask": visible, "key_padding_mask": hidden}
-        return self.attends(x, x, x, **given, **self.settings)[: 1 + self.settings.get("need_weights", True)]
+    given = {"attn_mask": visible, "key_padding_mask": hidden}
+    return self.layer(x, x, x, **given, **self.settings)[: 1 + self.settings.get("need_weights", True)]
 
 
 def served(model: nn.Module, inputs: Inputs, compiler: str, dtype: torch.dtype = torch.float32) -> gp.GraphRuntime:
@@ -75,7 +70,8 @@ def test_masks(inputs: Inputs) -> None:
 @pytest.mark.parametrize("inputs", [lambda x: (), HIDDEN], ids=["no mask", "mask"])
 @pytest.mark.parametrize("settings", [{"need_weights": False}, {}, {"average_attn_weights": False}], ids=str)
 def test_attention_by_itself(settings: dict[str, bool], inputs: Inputs) -> None:
-    check(served(Attention(**settings), inputs, "aot_eager"))
+    layer = nn.MultiheadAttention(32, 4, batch_first=True)
+    check(served(module(attends, layer=layer, settings=settings), inputs, "aot_eager"))
 
 
 def test_a_layer_whose_batch_alone_is_padded_stays_one_operator() -> None:

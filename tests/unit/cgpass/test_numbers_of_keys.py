@@ -14,6 +14,7 @@ from graphpass.compat import operators
 from graphpass.padding import lowering, repairs
 from tests.unit.cgpass.attended import Make
 from tests.unit.compiled import agrees
+from tests.unit.models import module
 
 _ROWS = "Tensor? starts_q, Tensor? starts_k, SymInt max_q, SymInt max_k, float dropout"
 _FLASH = (
@@ -116,17 +117,6 @@ def shared(x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(heads(x, 2), k, k, enable_gqa=True).transpose(1, 2).flatten(2)
 
 
-class Attending(nn.Module):
-    """A function of features whose number is a parameter's."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.features, self.function = nn.Linear(16, 16), function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self.features(x))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("function", "compiler"),
@@ -140,7 +130,7 @@ def test_real_entries_are_those_of_the_call(
 ) -> None:
     close = 1e-5 if dtype is torch.float32 else 3e-2
     make = lambda size: (torch.randn(*size, 16, dtype=dtype),)  # noqa: E731
-    model = Attending(function).to(dtype)
+    model = module(lambda self, x: function(self.features(x)), features=nn.Linear(16, 16)).to(dtype)
     fast = compiled(model, make=make, compiler=compiler, dynamic=True, dispatch="auto")
     for size in [(2, 5), (3, 9), (2, 7), (4, 11), (2, 6), (3, 13), (2, 9), (4, 7), (2, 12), (3, 10)] * 2:
         (x,) = make(size)

@@ -78,20 +78,14 @@ def test_operators_of_torch_that_work_row_by_row_are_padded(compiled: Make, name
     assert fast.is_padded
 
 
-class Ragged(nn.Module):
+def ragged(self: Any, ids: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor:
     """A recommender: a bag of ids for each row, as flat ids and offsets, or as rows that end in padding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bags = nn.EmbeddingBag(50, 6, mode="sum", padding_idx=0)
-        self.score = nn.Linear(6, 1)
-
-    def forward(self, ids: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor:
-        return self.score(self.bags(ids, offsets)).sigmoid()  # type: ignore[no-any-return]
+    return self.score(self.bags(ids, offsets)).sigmoid()  # type: ignore[no-any-return]
 
 
 def test_a_ragged_recommender_replays_after_its_remedy(compiled: Make) -> None:
-    drawn, model = random.Random(0), Ragged().eval()
+    drawn, bags = random.Random(0), nn.EmbeddingBag(50, 6, mode="sum", padding_idx=0)
+    model = module(ragged, bags=bags, score=nn.Linear(6, 1)).eval()
     bags = [[torch.randint(1, 50, (drawn.randint(1, 9),)) for _ in range(drawn.randint(3, 20))] for _ in range(60)]
     flat = [(torch.cat(ids), torch.tensor([0, *map(len, ids[:-1])]).cumsum(0)) for ids in bags]
     fast = compiled(model, dynamic=True)

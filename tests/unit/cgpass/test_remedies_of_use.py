@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch import nn
 from tests.unit.cgpass.attended import Make
 from tests.unit.cgpass.test_remedies import graphed_beside
 from tests.unit.compiled import Compiled
+from tests.unit.models import module
 
 
 def test_numbers_that_never_change_delay_no_graph(compiled: Make) -> None:
@@ -33,20 +36,15 @@ def test_a_view_whose_offset_is_a_size_is_padded(compiled: Make, dynamic: bool |
     assert graphed.problems == ()
 
 
-class Adapted(nn.Module):
+def adapted(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Adapters beside a layer, of which a list names the active ones, as in PEFT."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base, self.active = nn.Linear(6, 6), ["a"]
-        self.adapters = nn.ModuleDict({name: nn.Linear(6, 6, bias=False) for name in "ab"})
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + sum(self.adapters[name](x) for name in self.active)  # type: ignore[no-any-return]
+    return self.base(x) + sum(self.adapters[name](x) for name in self.active)  # type: ignore[no-any-return]
 
 
 def test_after_another_adapter_was_set_its_graphs_are_captured_ahead() -> None:
-    model, x = Adapted().eval(), torch.randn(3, 6)
+    adapters = nn.ModuleDict({name: nn.Linear(6, 6, bias=False) for name in "ab"})
+    model: Any = module(adapted, base=nn.Linear(6, 6), active=["a"], adapters=adapters).eval()
+    x = torch.randn(3, 6)
 
     def switched(*, follows: bool) -> Compiled:
         model.active = ["a"]

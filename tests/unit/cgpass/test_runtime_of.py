@@ -18,15 +18,7 @@ from torch import nn
 from graphpass import GraphRuntime, runtime_of
 from graphpass.errors import OptionError
 from tests.unit.compiled import Compiled, agrees
-
-
-class Shifted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) + 1
+from tests.unit.models import Rowwise
 
 
 def shift(x: torch.Tensor) -> torch.Tensor:
@@ -34,16 +26,16 @@ def shift(x: torch.Tensor) -> torch.Tensor:
 
 
 def compiled_in_place(**how: Any) -> Any:
-    model = Shifted()
+    model = Rowwise()
     model.compile(**how)
     return model
 
 
 MAKERS: dict[str, Callable[..., Any]] = {
-    "module": lambda **how: torch.compile(Shifted(), **how),
+    "module": lambda **how: torch.compile(Rowwise(), **how),
     "function": lambda **how: torch.compile(shift, **how),
     "in place": compiled_in_place,
-    "method": lambda **how: torch.compile(Shifted().forward, **how),
+    "method": lambda **how: torch.compile(Rowwise().forward, **how),
 }
 
 
@@ -97,7 +89,7 @@ def test_a_copy_of_a_model_compiled_in_place_is_to_be_compiled_again() -> None:
         assert runtime_of(copied).stats().replayed > 0
 
 
-@pytest.mark.parametrize("model", [Shifted, lambda: nn.Sequential(Shifted())])
+@pytest.mark.parametrize("model", [Rowwise, lambda: nn.Sequential(Rowwise())])
 def test_a_copy_made_before_the_first_call_has_the_runtime_that_serves_it(model: Callable[[], nn.Module]) -> None:
     compile_it = functools.partial(torch.compile, backend="cgpass", options={"compiler": "eager"})
     first, other = compile_it(model()), compile_it(nn.ReLU())

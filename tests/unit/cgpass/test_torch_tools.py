@@ -22,6 +22,7 @@ import cgpass
 from graphpass import BatchDescriptor, CUDAGraphMode, GraphRuntime, set_forward_context
 from tests import processes
 from tests.processes import ROOT
+from tests.unit.models import module
 
 PROGRAM = """
 import torch
@@ -110,20 +111,16 @@ def test_torch_logs_and_torch_trace(tmp_path: Path) -> None:
 KEY = BatchDescriptor(4)
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(torch.cumsum(self.first(x), dim=1))
+def summed(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.layers(torch.cumsum(self.first(x), dim=1))
 
 
 def step_of(rt: GraphRuntime, mode: str) -> Callable[[], torch.Tensor]:
     """A captured model's step: a replay of its key."""
     options = cgpass.options(compiler="eager", splitting_ops=["aten::cumsum"], runtime=rt)
-    compiled = torch.compile(Model().eval(), backend="cgpass", options=options, fullgraph=True)
+    layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model = module(summed, first=nn.Linear(6, 6), layers=layers).eval()
+    compiled = torch.compile(model, backend="cgpass", options=options, fullgraph=True)
     x = torch.ones(4, 6)
 
     def step() -> torch.Tensor:

@@ -21,6 +21,7 @@ from torch import fx, nn
 
 from graphpass import partition
 from graphpass.regions import Partition, analysis
+from tests.unit.models import module
 
 PACKAGE = str(Path(analysis.__file__).parent)
 SPLIT = ["aten::sin"]
@@ -285,19 +286,9 @@ SOFTMAX = ["aten::softmax"]
 Pair = namedtuple("Pair", ["left", "right"])
 
 
-class Traced(nn.Module):
-    """A module with the forward under test."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.function(x)
-
-
 def split_of(function: Callable[..., Any]) -> Partition:
-    return partition(fx.symbolic_trace(Traced(function)), SOFTMAX, example_inputs=(torch.rand(4, 4),))
+    traced = fx.symbolic_trace(module(lambda self, x: function(x)))
+    return partition(traced, SOFTMAX, example_inputs=(torch.rand(4, 4),))
 
 
 STRUCTURES = [

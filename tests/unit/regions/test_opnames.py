@@ -15,22 +15,12 @@ from graphpass import partition
 from graphpass.errors import PartitionError
 from graphpass.regions.eagerrules import matcher_of
 from graphpass.regions.names import names_of
-
-
-class Calls(nn.Module):
-    """Calls one function on two matrices."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
-        return self.function(x, y)
+from tests.unit.models import module
 
 
 def eager_ops(function: Callable[..., Any], ops: list[object]) -> list[str]:
     """Names of the nodes that the listed ops made eager."""
-    gm = fx.symbolic_trace(Calls(function))
+    gm = fx.symbolic_trace(module(lambda self, x, y: function(x, y)))
     split = partition(gm, ops, rules=(), example_inputs=(torch.ones(3, 3), torch.ones(3, 3)))
     eager = [region for region in split.regions if region.why and "splitting op" in region.why]
     return [node.name for region in eager for node in region.graph_module.graph.nodes if node.op.startswith("call")]
@@ -152,25 +142,15 @@ def test_a_higher_order_op_has_its_own_name_and_that_of_graphs(name: str) -> Non
 
 
 def test_one_string_is_not_a_list_of_ops() -> None:
-    gm = fx.symbolic_trace(Calls(torch.add))
+    gm = fx.symbolic_trace(module(lambda self, x, y: torch.add(x, y)))
     with pytest.raises(PartitionError, match=r"splitting_ops=\['aten::add'\]"):
         partition(gm, "aten::add", example_inputs=(torch.ones(3), torch.ones(3)))
 
 
-class HasLinear(nn.Module):
-    """A module that stays a call in a symbolic trace."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) * 2
-
-
 @pytest.mark.parametrize("op", [nn.Linear, "torch.nn.Linear", "aten::linear", F.linear])
 def test_a_module_call_matches_its_class_and_what_it_calls(op: object) -> None:
-    split = partition(fx.symbolic_trace(HasLinear()), [op], example_inputs=(torch.ones(2, 3),))
+    model = module(lambda self, x: self.layer(x) * 2, layer=nn.Linear(3, 3))
+    split = partition(fx.symbolic_trace(model), [op], example_inputs=(torch.ones(2, 3),))
     assert [region.kind for region in split.regions] == ["eager", "captured"]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch import nn
 from graphpass import DispatchReason
 from graphpass.errors import CaptureError
 from graphpass.regions import register_padding_rule
+from tests.unit.models import module
 from tests.unit.serving.managed import (
     EVENTS,
     FULL,
@@ -149,22 +152,17 @@ def test_a_key_that_cannot_be_captured_is_named_and_the_others_stay(mode: str) -
     assert_right(manager, model=lambda x: x + 1)
 
 
-class Counts(nn.Module):
+def counts_steps(self: Any, x: torch.Tensor) -> torch.Tensor:
     """In a buffer too large to be saved beside what the first run writes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("steps", torch.zeros(1 << 19))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.steps.add_(1)
-        return nn.functional.dropout(x, 0.5) + self.steps[0]
+    self.steps.add_(1)
+    return nn.functional.dropout(x, 0.5) + self.steps[0]
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 def test_capture_leaves_the_state_of_the_model_as_it_was(mode: str) -> None:
     """Captures run over made-up rows: they never enter statistics, count as steps or draw the program's numbers."""
-    model, eager, x = Counts(), Counts(), torch.ones(8, WIDTH)
+    model, eager = (module(counts_steps, steps=torch.zeros(1 << 19)) for _ in range(2))
+    x = torch.ones(8, WIDTH)
     manager = made(model, mode)
     for look in (manager.estimate, manager.capture):
         torch.manual_seed(3)

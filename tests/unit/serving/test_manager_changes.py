@@ -12,6 +12,7 @@ from torch import nn
 from graphpass import Batch, CudaGraphManager, InputSpec
 from graphpass.capture.staging import Layouts
 from graphpass.errors import CaptureError, ShapeError, StaticInputError
+from tests.unit.models import Rowwise
 from tests.unit.serving.ambient import AMBIENT_CHANGES, autocast, training
 from tests.unit.serving.managed import LARGEST, WIDTH, Rows, X, assert_right, captured, made, notes, rows, run
 
@@ -34,21 +35,9 @@ def test_weights_replaced_in_every_way_are_noticed() -> None:
     assert "captured again" in notes(manager)
 
 
-class Square(nn.Module):
-    """A weight that has the shape of its transpose."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)
-
-
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 def test_a_transposed_weight_is_refused(mode: str) -> None:
-    model = Square().eval()
+    model = Rowwise(WIDTH).eval()  # a weight that has the shape of its transpose
     manager = captured(model, mode)
     assert_right(manager)
     weight = model.inner.weight

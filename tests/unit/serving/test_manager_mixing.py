@@ -12,6 +12,7 @@ from torch import nn
 
 from graphpass import Batch, CUDAGraphMode, InputSpec
 from graphpass.errors import CaptureError
+from tests.unit.models import module
 from tests.unit.serving.managed import (
     LARGEST,
     WIDTH,
@@ -158,21 +159,16 @@ def test_a_declared_op_does_not_hide_what_is_mixed_beside_or_before_it(mode: str
 # -- several graphs
 
 
-class Breaks(nn.Module):
-    def __init__(self, mixes_first: bool) -> None:
-        super().__init__()
-        self.mixes_first = mixes_first
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x - x.mean(0) if self.mixes_first else x * 2
-        torch._dynamo.graph_break()
-        return x + 1 if self.mixes_first else x - x.sum(0)
+def breaks(self: Any, x: torch.Tensor) -> torch.Tensor:
+    x = x - x.mean(0) if self.mixes_first else x * 2
+    torch._dynamo.graph_break()
+    return x + 1 if self.mixes_first else x - x.sum(0)
 
 
 @pytest.mark.parametrize("mixes_first", [True, False])
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 def test_each_graph_is_checked(mode: str, mixes_first: bool) -> None:
-    refused("mean" if mixes_first else "sum", Breaks(mixes_first), mode)
+    refused("mean" if mixes_first else "sum", module(breaks, mixes_first=mixes_first), mode)
 
 
 @torch.compiler.disable

@@ -11,6 +11,7 @@ from torch import nn
 
 from graphpass import AttentionSupport, Batch, CudagraphDispatcher, CudaGraphManager, GraphRuntime, InputSpec
 from graphpass.errors import CaptureError, ShapeError
+from tests.unit.models import linear, module
 from tests.unit.serving.managed import (
     LARGEST,
     MODES,
@@ -35,16 +36,10 @@ from tests.unit.serving.managed import (
 )
 
 
-class Breaks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inner(x)
-        torch._dynamo.graph_break()
-        return self.inner(x).relu()
+def breaks(self: Any, x: torch.Tensor) -> torch.Tensor:
+    x = self.inner(x)
+    torch._dynamo.graph_break()
+    return self.inner(x).relu()
 
 
 @pytest.mark.parametrize(
@@ -57,7 +52,7 @@ class Breaks(nn.Module):
     ],
 )
 def test_a_model_with_a_graph_break_goes_through_dynamo_and_says_so(scope: Any, mode: str) -> None:
-    manager = captured(Breaks().eval(), mode)
+    manager = captured(module(breaks, inner=linear(WIDTH)).eval(), mode)
     assert "every step goes through Dynamo's guards: the model is 2 graphs" in notes(manager)
     before, artifacts = replays(manager), manager.runtime.compiled()
     with scope():

@@ -10,6 +10,7 @@ from torch import nn
 
 from graphpass import Batch, BatchDescriptor, InputSpec
 from graphpass.errors import DispatchError, ShapeError
+from tests.unit.models import module
 from tests.unit.serving.managed import LARGEST, WIDTH, X, captured, notes, refused, rows, run
 
 MODES = ("FULL", "PIECEWISE")
@@ -143,20 +144,15 @@ def test_a_refused_first_run_leaves_no_state() -> None:
 # -- writes that some sizes make alone, and state that was replaced ---------------------------------------------------
 
 
-class CountsSmall(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.shape[0] <= 4:
-            self.calls.add_(1)
-        return x * 2
+def counts_small(self: Any, x: torch.Tensor) -> torch.Tensor:
+    if x.shape[0] <= 4:
+        self.calls.add_(1)
+    return x * 2
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_state_that_some_sizes_write_alone_stays_as_it_was(mode: str) -> None:
-    model = CountsSmall()
+    model = module(counts_small, calls=torch.zeros(()))
     manager = captured(model, mode)
     assert model.calls == 0
     for _ in range(3):
@@ -184,20 +180,18 @@ def test_inputs_that_some_sizes_write_alone_are_copied_back(mode: str) -> None:
     manager.close()
 
 
-class Counting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+def counting() -> nn.Module:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         self.calls.add_(1)
         return x + 0 * self.calls
+
+    return module(forward, calls=torch.zeros(WIDTH))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_capture_leaves_state_that_was_replaced_since_the_first_run(mode: str) -> None:
-    model = nn.Sequential(Counting())
-    whole = Named(model)
+    model = nn.Sequential(counting())
+    whole = module(lambda self, x: self.inner(x), inner=model)
     manager = captured(whole, mode, on_moved_input="copy")
     model[0].calls = torch.full((WIDTH,), 10.0)
     run(manager, rows(3))
@@ -205,24 +199,13 @@ def test_a_capture_leaves_state_that_was_replaced_since_the_first_run(mode: str)
     whole.load_state_dict({"inner.0.calls": torch.full((WIDTH,), 50.0)}, assign=True)
     run(manager, rows(3))
     assert model[0].calls[0] == 51
-    model[0] = Counting()
+    model[0] = counting()
     manager.dispatcher.add_key(mode, BatchDescriptor(5, num_reqs=5 if mode == "FULL" else None))
     assert manager.estimate().keys
     assert model[0].calls[0] == 0
     manager.capture()
     assert model[0].calls[0] == 0
     manager.close()
-
-
-class Named(nn.Module):
-    """Takes its input by name."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)
 
 
 # -- aliases -----------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from graphpass.errors import OptionError, ShapeError
 from graphpass.offload import WeightOffloader
 from graphpass.text import LoraAdapters
 from graphpass.text.lora import LoraLinear
+from tests.unit.models import module
 from tests.unit.text.adapted import (
     MAX_RANK,
     NAMES,
@@ -289,19 +290,13 @@ def test_an_adapted_model_is_the_stock_one_to_everybody_else() -> None:
     assert torch.equal(model(x), stock(x))
 
 
-class Pools(nn.Module):
+def pools(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Its second layer sees one row, whatever there were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.each, self.pooled = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.pooled(self.each(x).sum(0, keepdim=True))
+    return self.pooled(self.each(x).sum(0, keepdim=True))
 
 
 def test_a_layer_that_does_not_see_each_token_once_is_refused() -> None:
-    model = Pools()
+    model = module(pools, each=nn.Linear(WIDTH, WIDTH), pooled=nn.Linear(WIDTH, 2))
     adapters = LoraAdapters(model, ("each", "pooled"), max_loras=1, max_rank=1)
     dispatcher = CudagraphDispatcher("FULL", [4], max_num_reqs=8, lora=LoraKeys(1))
     specs = [InputSpec("x", (8, WIDTH), torch.float32), *adapters.input_specs(8)]
