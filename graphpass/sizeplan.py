@@ -62,13 +62,16 @@ def plan_sizes(
         ((f"the cost of size {size}", size if cost is None else cost(size)) for size in sizes),
         "return the work of one replay, such as its milliseconds",
     )
+    # Scaling by powers of two is exact, and sums of values below 1 do not overflow.
+    costs, cost_exponent = _scaled(costs)
+    weights, _ = _scaled(weights)
     ends, end_weights = _possible_rungs(weights, costs)
     rungs = ends[_cheapest_ends(end_weights, costs[ends], min(max_graphs, len(ends)))]
     work = math.fsum(end_weights * costs[rungs[np.searchsorted(rungs, ends)]])
     unpadded = math.fsum(end_weights * costs[ends])
     return SizePlan(
         tuple(sizes[rung] for rung in rungs),
-        work / math.fsum(weights),
+        math.ldexp(work / math.fsum(weights), cost_exponent),
         1 - unpadded / work if work else 0.0,
     )
 
@@ -104,6 +107,12 @@ def _finite(named: Iterable[tuple[str, object]], remedy: str) -> NDArray[np.floa
             )
         numbers.append(number)
     return np.array(numbers)
+
+
+def _scaled(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], int]:
+    """The values divided by a power of two so that the largest is in [0.5, 1) or 0, and the exponent."""
+    _, exponent = math.frexp(values.max())
+    return np.ldexp(values, -exponent), exponent
 
 
 def _possible_rungs(

@@ -98,6 +98,16 @@ def test_sizes(histogram: dict[int, float], max_graphs: int, sizes: tuple[int, .
 # -- against other ladders --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("weight", [5e-324, 1e-200, 1e200, 1e308])
+@pytest.mark.parametrize("unit", [1e-200, 1.0, 1e200, 5e307])
+def test_sums_of_finite_numbers_stay_finite(weight: float, unit: float) -> None:
+    """Also where their products or sums are no float64."""
+    plan = plan_sizes({1: weight, 2: weight, 3: weight}, 2, cost=lambda size: size * unit)
+    assert plan.sizes == (1, 3)
+    assert plan.expected_cost == pytest.approx(7 / 3 * unit)
+    assert plan.waste == pytest.approx(1 / 7)
+
+
 def test_the_dispatcher_does_what_was_planned() -> None:
     histogram = Counter({size: 1 + size % 5 for size in range(1, 300, 3)})
     plan = plan_sizes(histogram, 12)
