@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,14 +95,20 @@ def transformer_layer(
 
 def adaptive_pool(x: Tensor, output_size: Sequence[int]) -> Tensor:
     """Averages over parts of the last two dimensions. Torch's decomposition asks whether the traced sizes divide."""
+    dtype, wide = x.dtype, _wide(x.dtype)
     for dim, parts in zip((x.dim() - 2, x.dim() - 1), output_size, strict=True):
         size, part = x.shape[dim], torch.arange(parts, device=x.device)[:, None]
         first, end = part * size // parts, ((part + 1) * size + parts - 1) // parts
         at = torch.arange(size, device=x.device)
         inside = ((at >= first) & (at < end)).view(parts, size, *[1] * (x.dim() - 1 - dim))
         number = (end - first).view(parts, *[1] * (x.dim() - 1 - dim))
-        x = torch.where(inside, x.unsqueeze(dim), 0).sum(dim + 1) / number
-    return x
+        x = torch.where(inside, x.unsqueeze(dim), 0).sum(dim + 1, dtype=wide) / number
+    return x.to(dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The type of sums, which may be beyond float16."""
+    return torch.float32 if dtype.itemsize < 4 else dtype  # guard: made_sums_of_16_bits
 
 
 def _may_be_padded(x: Tensor, dims: Iterable[int]) -> bool:
@@ -113,8 +120,7 @@ def _averaged(x: Tensor, dims: list[int], dtype: torch.dtype, less: int = 0, *, 
     number: Any = math.prod(x.shape[dim] for dim in dims)
     # guard: made_fewer_than_summed
     number = number if not less else torch.sym_max(number - less, 0)
-    wide = torch.float32 if dtype.itemsize < 4 else dtype
-    result: Tensor = x.sum(dims, keepdim, dtype=wide) / number
+    result: Tensor = x.sum(dims, keepdim, dtype=_wide(dtype)) / number
     return result
 
 
@@ -149,17 +155,25 @@ def var(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim:
 
 
 def average_pool(
-    x: Tensor, window: Any, stride: Any = (), padding: Any = 0, ceil: bool = False, counts: bool = True, by: Any = None
+    pool: Callable[..., Tensor],
+    num_dims: int,
+    x: Tensor,
+    window: Any,
+    stride: Any = (),
+    padding: Any = 0,
+    ceil: bool = False,
+    counts: bool = True,
+    by: Any = None,
 ) -> Any:
     """The sum in each window by the number of its entries, where the padding of a window does not count."""
-    num_dims, extends = len(window), any(padding if isinstance(padding, (list, tuple)) else (padding,))
+    extends = any(padding if isinstance(padding, (list, tuple)) else (padding,))
     dims = range(x.dim() - num_dims, x.dim())
     if by is not None or (extends and counts) or not (extends or ceil) or not _may_be_padded(x, dims):
         return NotImplemented
-    pool = torch.ops.aten.avg_pool2d if num_dims == 2 else torch.ops.aten.avg_pool3d
-    ones = x.new_ones([*(1 for _ in range(dims.start)), *(x.shape[dim] for dim in dims)])
-    summed, number = (pool(one, window, stride, padding, ceil, counts, 1) for one in (x, ones))
-    return summed / number
+    wide = x.to(_wide(x.dtype))
+    ones = wide.new_ones([*(1 for _ in range(dims.start)), *(x.shape[dim] for dim in dims)])
+    summed, number = (pool(one, window, stride, padding, ceil, counts, 1) for one in (wide, ones))
+    return (summed / number).to(x.dtype)
 
 
 PARTS: Mapping[str, Callable[..., Any]] = {
@@ -173,6 +187,7 @@ REPAIRED: Mapping[str, Callable[..., Any]] = {
     **dict.fromkeys(("aten::mean", "aten::mean.dim"), mean),
     "aten::var.correction": var,
     "aten::var_mean.correction": var_mean,
-    **dict.fromkeys(("aten::avg_pool2d", "aten::avg_pool3d"), average_pool),
+    "aten::avg_pool2d": partial(average_pool, torch.ops.aten.avg_pool2d, 2),
+    "aten::avg_pool3d": partial(average_pool, torch.ops.aten.avg_pool3d, 3),
 }
 """The same of operators that stay whole where no padding is made; NotImplemented of a call that always does."""

@@ -75,6 +75,13 @@ AVERAGED: dict[str, list[Case]] = {
         Case("mean pool to the end", lambda x: F.avg_pool1d(x.mT, 3, 2, ceil_mode=True), proved=("b",)),
         Case("mean pool that counts beyond the end", lambda x: pooled(x, ceil_mode=True), ("b",), ("b",)),
         Case("mean pool of an image", lambda g: F.avg_pool2d(g[None], 2, 1, 1, False, False), ("b", "s")),
+        Case("mean pool of square windows", lambda g: F.avg_pool2d(g[None], (2,), 1, 1, False, False), ("b", "s")),
+        Case(
+            "mean pool of large float16",
+            lambda half: pooled(half, count_include_pad=False),
+            proved=("b",),
+            contents={"half": all_are(6e4, torch.float16)},
+        ),
     ],
     "avg_pool3d": [
         Case("mean pool of a volume", lambda g: F.avg_pool3d(g[None, None], (1, 2, 2), 1, (0, 1, 1), False, False))

@@ -89,6 +89,12 @@ FUSED: dict[str, list[Case]] = {
     "_adaptive_avg_pool2d": [
         Case("adaptive pool", lambda c: F.adaptive_avg_pool2d(c, (3, 2)), proved=("b",)),
         Case("adaptive pool of one size", lambda x: F.adaptive_avg_pool1d(x.mT, 3), proved=("b",)),
+        Case(
+            "adaptive pool of large float16",
+            lambda half: F.adaptive_avg_pool1d(half.mT, 3),
+            proved=("b",),
+            contents={"half": all_are(6e4, torch.float16)},
+        ),
         Case("adaptive pool that divides", lambda x: F.adaptive_avg_pool1d(x.mT, 5), proved=("b",)),
         Case(
             "adaptive pool, special", lambda x: F.adaptive_avg_pool1d(x.mT, 2), proved=("b",), contents={"x": special}

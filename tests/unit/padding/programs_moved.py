@@ -27,8 +27,8 @@ class Case:
     contents: Mapping[str, Contents] = field(default_factory=dict)  #: input -> its real entries
 
 
-def all_are(number: float | bool) -> Contents:
-    dtype = torch.float64 if isinstance(number, float) else None
+def all_are(number: float | bool, dtype: torch.dtype | None = None) -> Contents:
+    dtype = dtype or (torch.float64 if isinstance(number, float) else None)
     return lambda shape, generator: torch.full(shape, number, dtype=dtype)
 
 
