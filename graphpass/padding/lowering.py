@@ -21,7 +21,9 @@ from graphpass.padding.program import GETITEM, RESULTS, AtenGraph, AtenNode, Ref
 from graphpass.padding.values import Size, operator_named
 
 aten, prims = torch.ops.aten, torch.ops.prims
-_FLASH_ROWS, _EFFICIENT_ROWS = aten._flash_attention_forward.default, aten._efficient_attention_forward.default
+_FLASH_ROWS, _EFFICIENT_ROWS = map(
+    operator_named, ("aten::_flash_attention_forward", "aten::_efficient_attention_forward")
+)
 _EFFICIENT = aten._scaled_dot_product_efficient_attention.default
 
 
