@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -27,21 +26,6 @@ def test_what_does_not_leak_is_padded(name: str, dtype: torch.dtype, cuda: torch
     runtime = agree(RIGHT[name], around(1024), dtype, device=str(cuda), compiler="inductor")
     assert refusals(runtime) == []
     assert is_padded(runtime)
-
-
-# Python floats that vary are filled into tensors on the GPU, and the graphs read those.
-
-
-PROGRAMS: dict[str, Callable[[torch.Tensor, float], Any]] = {
-    "arithmetic": lambda x, thr: (x * thr - thr) / (thr * 2 + 1) + thr / x,
-    "in place": lambda x, thr: x.clone().mul_(1 - thr * 1e-4).add_(thr),
-    "comparison": lambda x, thr: torch.where(x > thr, x, thr).clamp(-thr, 2.0),
-    "a scalar": lambda x, thr: x.sum() * thr,
-    "a result": lambda x, thr: (x * thr, thr * 2),
-}
-
-
-# Negative indices from data on real graphs: the real size is an input on the device of the index.
 
 
 # cuDNN computes convolutions in float32 as TF32, unless it is told not to; a GPU picks other kernels for other lengths.

@@ -15,7 +15,6 @@ from tests.unit.compiled import Compiled
 ATTEND = "cgpasstest::attend"
 FULL = CUDAGraphMode.FULL
 Make = Callable[..., Compiled]
-MODES = pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 COMPILERS = pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import graphpass as gp
+from tests.unit import models
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float64: 1e-10}
 Make = Callable[[int, torch.dtype], tuple[torch.Tensor, ...]]
@@ -42,19 +43,12 @@ def of(function: Callable[..., Any], arguments: Make = matrix, **options: Any) -
 
 
 def module(make: Callable[[], nn.Module], arguments: Make = matrix, *, training: bool = False) -> Program:
-    """A program that is a module."""
-    return Program(lambda dtype: Called(make().to(dtype).train(training)), arguments)
+    """A program that is a module; its input has a name."""
 
+    def made(dtype: torch.dtype) -> nn.Module:
+        return models.module(lambda self, x: self.inner(x), inner=make().to(dtype).train(training))
 
-class Called(nn.Module):
-    """Names a module's input."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.inner(x)
+    return Program(made, arguments)
 
 
 GRAPH = MappingProxyType({"dynamic_dims": {"x": 0, "batch": 0}, "padding": {"x": 0.0, "batch": 0}})

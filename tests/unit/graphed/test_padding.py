@@ -177,18 +177,6 @@ def test_mean_pooling(masked: bool, padding: dict[str, int]) -> None:
         assert token_counts(fast) <= {2 * 8, 4 * 8, 2 * 512, 4 * 512}
 
 
-def attends(self: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """Attention over a padded sequence."""
-    q, k, v = self.qkv(self.embedding(ids)).chunk(3, -1)
-    low = torch.finfo(torch.float32).min
-    bias = None if mask is None else torch.zeros(mask.shape).masked_fill(mask == 0, low)[:, None]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-
-
-def decoder(forward: Callable[..., Any]) -> nn.Module:
-    return module(forward, embedding=nn.Embedding(30, 8), qkv=nn.Linear(8, 24), head=nn.Linear(8, 30))
-
-
 @pytest.mark.parametrize("width", [4, 8, 3], ids=["a capture size", "another capture size", "the real size"])
 def test_a_width_that_equals_a_size_is_not_cut(width: int) -> None:
     def model(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:

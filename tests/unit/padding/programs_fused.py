@@ -11,7 +11,6 @@ from torch import Tensor
 from tests.unit.padding.programs_moved import Case, all_are, special
 
 aten = torch.ops.aten
-BOTH = ("b", "s")
 
 
 def projections(w: Tensor) -> tuple[Any, ...]:

@@ -104,27 +104,6 @@ def test_what_keeps_tokens_apart_is_captured(name: str) -> None:
         torch.testing.assert_close(run(manager, rows(num_tokens)), model(rows(num_tokens)))
 
 
-class Layer(nn.Module):
-    def __init__(self, mixer: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.mixer = nn.Linear(WIDTH, WIDTH), mixer
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.mixer(self.inner(x))
-        return x.relu()
-
-
-class Layers(nn.Module):
-    def __init__(self, *mixers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(map(Layer, mixers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 # -- attention, and other ops of one's own
 
 
@@ -291,18 +270,12 @@ def test_what_mixes_requests_is_refused(mode: str, name: str, model: Callable[..
 
 
 def test_state_that_tokens_are_summed_into_is_refused_and_a_counter_of_steps_is_not() -> None:
-    class Keeps(nn.Module):
-        def __init__(self, sums: bool) -> None:
-            super().__init__()
-            self.sums = sums
-            self.register_buffer("total", torch.zeros(WIDTH))
+    def keeps(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.total.add_(x.sum(0) if self.sums else 1)
+        return x * 2
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.total.add_(x.sum(0) if self.sums else 1)
-            return x * 2
-
-    refused("sum", Keeps(True))
-    manager = captured(Keeps(False))
+    refused("sum", module(keeps, sums=True, total=torch.zeros(WIDTH)))
+    manager = captured(module(keeps, sums=False, total=torch.zeros(WIDTH)))
     run(manager, rows(3))
     assert manager.model.total.tolist() == [1] * WIDTH
 

@@ -73,15 +73,7 @@ def test_compare_compares_every_step() -> None:
 
 
 def test_a_tensor_that_the_model_keeps_elsewhere_goes_through_dynamo() -> None:
-    class Keeps(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = [torch.ones(WIDTH)]
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * self.table[0]
-
-    model = Keeps()
+    model: Any = module(lambda self, x: x * self.table[0], table=[torch.ones(WIDTH)])
     manager = captured(model)
     assert "neither arguments, parameters nor buffers" in notes(manager)
     assert_right(manager)

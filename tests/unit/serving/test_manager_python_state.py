@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.unit.models import module
 from tests.unit.serving.managed import WIDTH, captured, notes, refused, rows, run
 
 Change = Callable[[Any, torch.Tensor], object]
@@ -308,17 +309,12 @@ def test_a_buffer_that_counts_with_an_operator_in_place_is_served(mode: str, com
 def test_python_that_only_some_sizes_run_has_its_effect_there() -> None:
     """The first run, at the largest size, has no side effect."""
 
-    class Sometimes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.small = 0
+    def sometimes(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] < 4:
+            self.small += 1
+        return x * 2
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if x.shape[0] < 4:
-                self.small += 1
-            return x * 2
-
-    model = Sometimes()
+    model: Any = module(sometimes, small=0)
     with torch._dynamo.config.patch(recompile_limit=64):
         manager = captured(model)
         assert model.small == 0

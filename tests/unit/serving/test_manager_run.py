@@ -17,6 +17,7 @@ from torch import nn
 
 from graphpass import Batch, CUDAGraphMode, DispatchReason
 from graphpass.errors import ShapeError
+from tests.unit.models import module
 from tests.unit.serving import managed
 from tests.unit.serving.managed import (
     LARGEST,
@@ -218,15 +219,10 @@ def test_results_of_every_structure(name: str, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 def test_parameters_and_what_is_never_padded_are_returned_whole(mode: str) -> None:
-    class Returns(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.arange(3.0))
+    def returns(self: Any, x: torch.Tensor) -> Any:
+        return {"hidden": x + 1, "weight": self.weight, "scale": self.weight * 2}
 
-        def forward(self, x: torch.Tensor) -> Any:
-            return {"hidden": x + 1, "weight": self.weight, "scale": self.weight * 2}
-
-    model = Returns()
+    model: Any = module(returns, weight=nn.Parameter(torch.arange(3.0)))
     manager = captured(model, mode)
     for num_tokens in (3, 8, 9):
         x = rows(num_tokens)

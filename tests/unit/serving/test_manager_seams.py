@@ -244,16 +244,11 @@ def test_a_result_as_an_input_that_the_model_writes(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "NONE"])
 def test_a_number_that_python_counts_is_that_of_the_step(mode: str) -> None:
-    class Numbers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.steps = 0
+    def numbers(self: Any, x: torch.Tensor) -> Any:
+        self.steps += 1
+        return x * 2, self.steps
 
-        def forward(self, x: torch.Tensor) -> Any:
-            self.steps += 1
-            return x * 2, self.steps
-
-    manager = captured(Numbers(), mode)
+    manager = captured(module(numbers, steps=0), mode)
     assert [run(manager, rows(3))[1] for _ in range(4)] == [1, 2, 3, 4]
     manager.close()
 
