@@ -252,6 +252,8 @@ def regions_parts(callables: Sequence[CallableRecord]) -> Iterator[Part]:
             others = listed(f"{record.name}.{region.name}" for region in regions[1:])
             why = "; ".join(map(str, dict.fromkeys(first.reasons)))
             rows.append((f"{record.name}.{first.name}", first.kind, str(first.num_ops), others, why))
+        if record.off is not None:
+            rows.append((record.name, "never captured", "", "", str(record.off)))
         if record.ends is not None:
             order.append("end")
             rows.append((f"{record.name}.end", "end", "", "", str(record.ends)))

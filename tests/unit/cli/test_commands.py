@@ -217,6 +217,12 @@ def test_four_causes_are_named_with_their_lines(command: Command, scalars_in_the
     assert page.references == []
 
 
+def test_a_graph_that_is_never_captured_says_so(command: Command) -> None:
+    finished = command("explain", f"{MODELS}:cut", "--option", "mode=NONE")
+    assert finished.exit_code == 0, finished.output
+    assert " ".join(finished.stdout.split()).count("never captured │ │ │ mode NONE") == 2
+
+
 def test_json_of_explain_has_these_keys(command: Command) -> None:
     figures = figures_of(command, "explain", f"{MODELS}:cut", "--split", "torch.relu")
     keys = "captured_regions command device eager_regions failure graphs model notes torch unique_regions"
