@@ -48,7 +48,7 @@ class InputSpec:
         if not all(-rank <= dim < rank for dim in grows) or len(self.dims()) < len(grows):
             raise OptionError(
                 f"the dimensions of input {self.name!r} cannot be used",
-                expected=f"two different dimensions of {self.shape}, or None for one of them",
+                expected=f"two different dimensions of {self.shape}, {-rank} to {rank - 1}, or None for one of them",
                 found=f"token_dim={self.token_dim}, request_dim={self.request_dim}",
                 remedy="pass the dimensions that grow with the batch",
             )

@@ -83,7 +83,8 @@ class TowerAdapter(SupportsEncoderCudaGraph):
     ) -> None:
         self.tower, self._output, self._has_grids = tower, output, takes_grids(tower)
         self._own = TowerCopy(tower, is_packed=self._has_grids)
-        self._merge: int = getattr(tower, "spatial_merge_size", getattr(tower.config, "spatial_merge_size", 1))
+        of_config = getattr(getattr(tower, "config", None), "spatial_merge_size", 1)
+        self._merge: int = getattr(tower, "spatial_merge_size", of_config)
         grids = [(1, 4 * self._merge, 6 * self._merge), (1, 2 * self._merge, 4 * self._merge)]
         if not self._has_grids:
             grids = [(1, 1, 1)] * 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -29,6 +29,8 @@ class GridItems:
     @classmethod
     def of(cls, items: EncoderItems, row_shape: Sequence[int], merge: int | None) -> Self:
         """Read and check what a processor returned. Without ``merge``, each row is an image."""
+        if not isinstance(items, Mapping):
+            raise _unfit("what the processor returned, a mapping", f"a {type(items).__name__}")
         if merge is None:
             images = items.get("pixel_values")
             table = np.ones((len(images) if isinstance(images, torch.Tensor) else 0, 3), dtype=np.int64)

@@ -48,6 +48,22 @@ def test_by_what_the_forward_takes(stock: Tower, limits: tuple[int, ...], mode: 
     assert adapter_for(adapter) is adapter
 
 
+class WithoutConfig(nn.Module):
+    """A tower by what its forward takes alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 8)
+
+    def forward(self, pixels: torch.Tensor, grid_thw: torch.Tensor) -> torch.Tensor:
+        return self.embed(pixels)
+
+
+def test_a_tower_without_a_config() -> None:
+    with pytest.raises(gp.errors.EncoderConfigError, match="there is no adapter for this WithoutConfig"):
+        adapter_for(WithoutConfig())
+
+
 @pytest.mark.parametrize("tower", [torch.nn.Linear(2, 2), None, "qwen"])
 def test_unknown_towers(tower: Any) -> None:
     with pytest.raises(gp.errors.EncoderConfigError, match=r"takes grid_thw.*implement the protocol"):
@@ -91,6 +107,7 @@ def test_options_that_cannot_be(stock: Tower, options: dict[str, Any], found: st
         ({"pixel_values": torch.ones(16, 96), "image_grid_thw": torch.tensor([1, 4, 4])}, r"\[items, 3\]"),
         ({"pixel_values": torch.ones(16, 96), "image_grid_thw": torch.tensor([[1.0, 4.0, 4.0]])}, "integers"),
         ({"pixel_values": torch.ones(16, 96), "image_grid_thw": "1 4 4"}, "found '1 4 4'"),
+        ([torch.ones(16, 96)], "a mapping; found a list"),
     ],
 )
 def test_items_that_do_not_fit_their_grids(items: dict[str, Any], found: str) -> None:
