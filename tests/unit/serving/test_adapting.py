@@ -12,6 +12,7 @@ from graphpass import CudaGraphManager, GraphRuntime
 from graphpass.dispatch.owngraphs import OwnGraphs
 from graphpass.errors import CaptureError, OptionError
 from graphpass.serving.captured import CapturedKeys
+from tests.unit.models import module
 from tests.unit.serving.managed import (
     FULL,
     PIECEWISE,
@@ -29,7 +30,7 @@ from tests.unit.serving.managed import (
     rows,
     run,
 )
-from tests.unit.serving.test_manager_capture import Counts
+from tests.unit.serving.test_manager_capture import counts_steps
 
 
 def repeated(manager: CudaGraphManager, *sizes: int, times: int = 3, **given: Any) -> None:
@@ -233,7 +234,7 @@ def test_max_bytes_of_the_capture_holds() -> None:
 
 
 def test_state_of_the_model_and_inputs_stay_as_they_were() -> None:
-    model = Counts().eval()
+    model = module(counts_steps, steps=torch.zeros(1 << 19)).eval()
     manager = captured(model)
     repeated(manager, 3)
     manager.buffers["x"].fill_(7)
