@@ -400,7 +400,8 @@ def _count(sizes: Sequence[Size]) -> Size:
 @functools.lru_cache(maxsize=8192)  # the layers of a model have the same sizes
 def _where_positive(size: sympy.Basic, symbols: frozenset[sympy.Symbol]) -> Size:
     positive = {symbol: sympy.Dummy(positive=True, integer=True) for symbol in symbols}
-    known = size.xreplace(positive).replace(_is_sum, _in_steps).replace(_is_quotient, _whole)
+    known = size.xreplace(positive).replace(_is_rounded, _unrounded)
+    known = known.replace(_is_sum, _in_steps).replace(_is_quotient, _whole)
     return as_size(known.xreplace({dummy: symbol for symbol, dummy in positive.items()}))
 
 
@@ -422,6 +423,27 @@ def _is_largest(size: Any) -> bool:
 
 def _is_sum(size: Any) -> bool:
     return isinstance(size, sympy.Add)
+
+
+def _is_rounded(size: Any) -> bool:
+    return type(size).__name__ in ("CeilToInt", "FloorToInt", "TruncToInt")
+
+
+def _unrounded(rounded: Any) -> Any:
+    """The number of steps of one, which torch 2.15 counts in floats: exact for sizes."""
+
+    def exact(number: Any) -> Any:
+        name, parts = type(number).__name__, number.args
+        if name == "ToFloat" or number.is_Integer:
+            return parts[0] if parts else number
+        if name in ("Add", "Mul"):
+            return number.func(*map(exact, parts))
+        if name == "FloatTrueDiv" and parts[1].is_number and abs(float(parts[1])) == 1:
+            return exact(parts[0]) * int(parts[1])  # guard: made_steps_in_floats
+        return sympy.nan
+
+    found = exact(rounded.args[0])
+    return rounded if found.has(sympy.nan) else found
 
 
 def _in_steps(total: Any) -> Any:

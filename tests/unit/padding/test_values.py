@@ -12,10 +12,10 @@ import pytest
 import sympy
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._sympy.functions import FloorDiv, Max, PythonMod
+from torch.utils._sympy.functions import CeilToInt, FloatTrueDiv, FloorDiv, Max, PythonMod, ToFloat
 
 from graphpass.padding import PaddedValue, PaddingFinding
-from graphpass.padding.program import _in_steps, _Reader, _whole
+from graphpass.padding.program import _in_steps, _Reader, _unrounded, _whole
 from graphpass.padding.sizes import Question, Regrouping, Sizes, product
 from graphpass.padding.values import Filled, IndexAlong, Size
 
@@ -55,6 +55,12 @@ def test_a_quotient_is_the_same_however_it_is_written(divisor: int) -> None:
         found, written = _whole(FloorDiv(s + rest, divisor)), FloorDiv(s + rest - divisor, divisor)
         assert found.xreplace({s: number}) == (number + rest) // divisor
         assert _whole(written) + 1 == found
+
+
+@pytest.mark.parametrize(("step", "known"), [(1.0, 2 * s), (-1.0, -2 * s), (2.0, None)])
+def test_steps_that_are_counted_in_floats(step: float, known: object) -> None:
+    steps = CeilToInt(FloatTrueDiv(ToFloat(s) + ToFloat(s), step))
+    assert _unrounded(steps) == (steps if known is None else known)
 
 
 @pytest.mark.parametrize(("least", "known"), [(1, True), (3, True), (0, False), (-4, False), (None, False)])
