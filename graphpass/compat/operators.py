@@ -270,9 +270,11 @@ def attention_to_lengths(dtype: torch.dtype, width: Any) -> str | None:
 
     One counts only if a small call of it hides NaN behind the keys in use: in other forms both ignore the number.
     """
-    kind = "flash" if dtype in (torch.float16, torch.bfloat16) else "efficient" if dtype is torch.float32 else None
-    is_wide = not isinstance(width, int) or width % 8 or width > _MAX_HEAD_DIM
-    return None if kind is None or is_wide or not torch.cuda.is_available() else kind if _hears(kind, dtype) else None
+    if not (torch.cuda.is_available() and isinstance(width, int) and width % 8 == 0 and width <= _MAX_HEAD_DIM):
+        return None
+    kind = "efficient" if dtype is torch.float32 else "flash"
+    obstacle = kind == "flash" and flash_obstacle(torch.device("cuda"), dtype, width)
+    return kind if not obstacle and _hears(kind, dtype) else None
 
 
 @functools.cache
@@ -284,16 +286,15 @@ def _hears(kind: str, dtype: torch.dtype) -> bool:
     bounds, lengths = (torch.tensor(one, dtype=torch.int32, device=device) for one in ([0, 8], [used]))
     try:
         if kind == "flash":
-            options: dict[str, Any] = {"seqused_k": lengths}
-            found = torch.ops.aten._flash_attention_forward(x, y, y, bounds, bounds, 8, 8, 0.0, False, False, **options)
+            found = flash_attention(x, y, y, PackedSequences(bounds, bounds, lengths, 8, 8), scale=1.0)
         else:
             rows, options = [one[None] for one in (x, y, y)], {"seqlen_k": lengths}
             found = torch.ops.aten._efficient_attention_forward(
                 *rows, None, bounds, bounds, 8, 8, 0.0, 0, False, **options
-            )
+            )[0]
     except (RuntimeError, TypeError):
         return False
-    return bool((found[0] == 1).all())
+    return bool((found == 1).all())
 
 
 def needs_grad(values: Iterable[Any]) -> bool:
