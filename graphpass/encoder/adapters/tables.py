@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -41,23 +41,20 @@ class _Taken(dict[str, Any]):
         return default[0] if default else None
 
 
-@dataclass(frozen=True, slots=True)
-class TableCall:
-    """A call that makes tables: ``function(**{grid_name: grids}, **arguments, kwargs=...)``."""
+TableCall: TypeAlias = Callable[[torch.Tensor], dict[str, Any]]
+"""Makes tables of grids: {name under which the tower takes it: table or number}."""
 
-    function: Callable[..., Any]
-    arguments: Mapping[str, Any]
-    grid_name: str | None  #: the argument that the grids are; None: it takes something else
 
-    def tables(self, grids: torch.Tensor) -> dict[str, Any]:
-        """{name under which the tower takes it: table or number}."""
-        taken, given = _Taken(), {self.grid_name: grids} if self.grid_name else {}
-        arguments = {**self.arguments, **given}
-        found = self.function(**arguments, kwargs=taken)
-        made = dict(zip(taken, found if isinstance(found, tuple) else (found,), strict=True))
-        if _tensors_of(made) and set(_tensors_of(arguments)) != given.keys():
-            raise unserved_tower("tables of grids alone", f"{', '.join(made)} of more than these")
-        return made
+def tables_of(
+    function: Callable[..., Any], arguments: Mapping[str, Any], grid_name: str | None, grids: torch.Tensor
+) -> dict[str, Any]:
+    """What a function makes of grids, as its argument of this name; None: of something else."""
+    taken, given = _Taken(), {grid_name: grids} if grid_name else {}
+    found = function(**{**arguments, **given}, kwargs=taken)
+    made = dict(zip(taken, found if isinstance(found, tuple) else (found,), strict=True))
+    if _tensors_of(made) and set(_tensors_of({**arguments, **given})) != given.keys():
+        raise unserved_tower("tables of grids alone", f"{', '.join(made)} of more than these")
+    return made
 
 
 @contextlib.contextmanager
@@ -80,7 +77,7 @@ def noted_calls(grids: torch.Tensor) -> Iterator[list[TableCall]]:
             function = frame.f_globals.get(code.co_name)
             is_given = values.pop("kwargs") is not None
             if is_given and function is not None and _tensors_of(values):
-                calls.append(TableCall(function, values, given))
+                calls.append(functools.partial(tables_of, function, values, given))
 
     before = sys.getprofile()
     sys.setprofile(seen)
@@ -167,7 +164,7 @@ class GridTables:
 
     def _tables(self, grids: Sequence[Grid]) -> dict[str, Any]:
         with torch.device("cpu"), torch.no_grad():
-            made = (call.tables(torch.tensor(grids)) for call in self.calls)
+            made = (call(torch.tensor(grids)) for call in self.calls)
             return {name: table for tables in made for name, table in tables.items()}
 
     def _kind(self, name: str, one: torch.Tensor, other: torch.Tensor, both: torch.Tensor, patches: int) -> _TableKind:

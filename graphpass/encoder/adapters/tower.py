@@ -124,6 +124,6 @@ def _convolved(convolution: Any, patches: torch.Tensor) -> torch.Tensor:
     is_whole = patches.shape[1:] == weight.shape[1:] and convolution.groups == 1  # guard: encoder_whole_patches
     has_padding = convolution.padding != "valid" and any(side != 0 for side in convolution.padding)
     is_rounded = patches.is_cuda and patches.dtype is torch.float32
-    if not is_whole or has_padding or is_rounded or set(convolution.dilation) != {1}:
+    if not is_whole or has_padding or is_rounded:
         return type(convolution).forward(convolution, patches)  # type: ignore[no-any-return]
     return F.linear(patches.flatten(1), weight.flatten(1), convolution.bias)[(..., *[None] * dims)]

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import graphpass as gp
 from graphpass.encoder.adapters import TowerAdapter, adapter_for
 from graphpass.encoder.adapters.items import Grid, GridItems
-from graphpass.encoder.adapters.tables import GRID_KEY, GridTables, TableCall, noted_calls, piece_keys
+from graphpass.encoder.adapters.tables import GRID_KEY, GridTables, TableCall, noted_calls, piece_keys, tables_of
 from graphpass.encoder.adapters.tower import TowerCopy
 from graphpass.encoder.attention import pieces_of
 from graphpass.encoder.protocol import EncoderGraphKey
@@ -214,10 +214,10 @@ def calls() -> list[TableCall]:
     taps = {"num_grid_per_side": 5, "align_corners": True, "spatial_merge_size": MERGE}
     cut = {"spatial_merge_size": MERGE, "window_size": SIDE * MERGE * 4, "patch_size": 4}
     return [
-        TableCall(utils().get_vision_position_ids, {"spatial_merge_size": MERGE}, "grid_thw"),
-        TableCall(utils().get_vision_interpolation_indices_and_weights, taps, "grid_thw"),
-        TableCall(utils().get_vision_window_index, cut, "grid_thw"),
-        TableCall(utils().get_vision_cu_seqlens, {}, "grid_thw"),
+        functools.partial(tables_of, utils().get_vision_position_ids, {"spatial_merge_size": MERGE}, "grid_thw"),
+        functools.partial(tables_of, utils().get_vision_interpolation_indices_and_weights, taps, "grid_thw"),
+        functools.partial(tables_of, utils().get_vision_window_index, cut, "grid_thw"),
+        functools.partial(tables_of, utils().get_vision_cu_seqlens, {}, "grid_thw"),
     ]
 
 
@@ -237,9 +237,7 @@ def test_tables_are_those_of_the_whole_batch(frames: list[Grid], is_padded: bool
     key = EncoderGraphKey(max(tokens, 1) + 5, (max(tokens, 1) + 5) * UNIT, 8, max(num_frames, 1) + 1)
     found = tables.on_device(grids, HOST, key if is_padded else None)
     assert tuple(found) == tables.names
-    expected = (
-        {name: table for call in calls() for name, table in call.tables(torch.tensor(real)).items()} if real else {}
-    )
+    expected = {name: table for call in calls() for name, table in call(torch.tensor(real)).items()} if real else {}
     for name, table in expected.items():
         start, behind = found[name][: len(table)], found[name][len(table) :]
         assert torch.equal(start, table.to(start.dtype))
@@ -267,7 +265,7 @@ def test_an_item_is_computed_once() -> None:
         asked.append(grid_thw.tolist())
         return utils().get_vision_cu_seqlens(grid_thw, kwargs=kwargs)
 
-    tables = GridTables([TableCall(counted, {}, "grid_thw")], UNIT, MERGE)
+    tables = GridTables([functools.partial(tables_of, counted, {}, "grid_thw")], UNIT, MERGE)
     asked.clear()
     for _ in range(2):
         found = tables.on_device([(1, 2, 4), (1, 2, 4), (2, 2, 2)], HOST)
@@ -291,9 +289,9 @@ def length(grid_thw: torch.Tensor, kwargs: Any = None) -> int:
 @pytest.mark.parametrize(
     ("made", "found"),
     [
-        ([TableCall(numbers, {}, "grid_thw")], "numbers is not"),
-        ([TableCall(numbers, {"scale": torch.ones(1)}, "grid_thw")], "numbers of more than these"),
-        ([TableCall(length, {}, "grid_thw")], r"the tables \[\]"),
+        ([functools.partial(tables_of, numbers, {}, "grid_thw")], "numbers is not"),
+        ([functools.partial(tables_of, numbers, {"scale": torch.ones(1)}, "grid_thw")], "numbers of more than these"),
+        ([functools.partial(tables_of, length, {}, "grid_thw")], r"the tables \[\]"),
     ],
 )
 def test_tables_that_cannot_be_joined(made: list[TableCall], found: str) -> None:
@@ -316,10 +314,8 @@ def test_calls_are_noted_from_outside_and_the_profiler_of_before_stays() -> None
         assert sys.getprofile() is profiler
     finally:
         sys.setprofile(None)
-    assert [(call.function.__name__, call.grid_name) for call in noted] == [
-        ("get_vision_attention_seqlens", "grid_thw")
-    ]
-    assert sorted(noted[0].tables(grids)) == ["cu_seqlens", "max_seqlen"]
+    assert len(noted) == 1, "a call without kwargs makes no table"
+    assert sorted(noted[0](grids)) == ["cu_seqlens", "max_seqlen"]
 
 
 # Convolutions over whole patches: the product in their place, hooks and other convolutions as they are.
