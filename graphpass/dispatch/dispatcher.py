@@ -18,6 +18,7 @@ from graphpass.dispatch.dispatchkeys import Dispatch, DispatchReason, Key, LoraK
 from graphpass.dispatch.grid import Extra, KeyLimits, SizeGrid
 from graphpass.errors import DispatchError
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
+from graphpass.ledger import named_sizes
 
 # (mode, whether its keys are for uniform decode), in order of preference.
 _ROUTES = ((CUDAGraphMode.FULL, True), (CUDAGraphMode.FULL, False), (CUDAGraphMode.PIECEWISE, False))
@@ -121,7 +122,7 @@ class CudagraphDispatcher:
         fault = self._fault(mode, descriptor)
         if fault is not None:
             expected, remedy = fault
-            found = f"{mode} {descriptor!r}"
+            found = f"{mode} {descriptor}"
             raise DispatchError("the key could never be dispatched", expected=expected, found=found, remedy=remedy)
         self._keys.setdefault((mode, descriptor), Key.of(mode, descriptor, self._grid))
         self._changed()
@@ -143,7 +144,7 @@ class CudagraphDispatcher:
             raise DispatchError(
                 "the dispatcher has no such key to mark as captured",
                 expected="a mode and a descriptor of capture_plan()",
-                found=f"{mode} {descriptor!r}",
+                found=f"{mode} {descriptor}",
                 remedy="call add_key(mode, descriptor) first",
             )
         key.is_captured = True
@@ -278,7 +279,7 @@ class CudagraphDispatcher:
             if num_tokens is not None and num_tokens != product:
                 raise DispatchError(
                     "num_tokens contradicts the sizes of the batch",
-                    expected=f"num_tokens={product}, the tokens of {dict(fields)}",
+                    expected=f"num_tokens={product}, the tokens of {named_sizes(fields.items())}",
                     found=f"num_tokens={num_tokens}",
                     remedy="pass the batch's sizes in extra, and num_tokens as their product",
                 )
@@ -306,7 +307,7 @@ class CudagraphDispatcher:
             raise DispatchError(
                 "the descriptor contradicts itself",
                 expected="has_lora=True where num_active_loras is not 0",
-                found=repr(descriptor),
+                found=str(descriptor),
                 remedy="set has_lora=num_active_loras > 0",
             )
         fields = self._grid.fields(descriptor)
@@ -396,7 +397,7 @@ class CudagraphDispatcher:
             raise DispatchError(
                 f"no graph serves this batch, since {reason.explanation}",
                 expected=f"a batch that fits a key of {', '.join(sorted(map(str, allowed)))}, as NONE is not allowed",
-                found=f"sizes {dict(zip(self._grid.sizes, sizes, strict=True))}",
+                found=named_sizes(zip(self._grid.sizes, sizes, strict=True)),
                 remedy="allow NONE, or add and capture a key that holds the batch",
             )
         if self._counts_tokens_only:

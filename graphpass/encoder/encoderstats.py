@@ -83,7 +83,7 @@ class EncoderStats:
         failed = tuple((str(key), str(reason)) for key, reason in self.failed)
         settings = tuple((name, str(count)) for name, count in self.other_settings.items())
         tables = (
-            traffic_table("Budgets", self.budgets),
+            traffic_table("Budgets", self.budgets, has_items=True),
             Table("Without a graph", ("budget", "reason"), failed),
             Table("Eager because a setting changed since the capture", ("setting", "requests"), settings),
         )

@@ -77,13 +77,16 @@ class Traffic:
         )
 
 
-def traffic_table(title: str, traffic: Iterable[Traffic]) -> Table:
-    """A row for each graph."""
-    columns = ("mode", "key", "replays", "items", "real tokens", "padded tokens", "padding", "capture ms", "pool bytes")
+def traffic_table(title: str, traffic: Iterable[Traffic], *, has_items: bool = False) -> Table:
+    """A row for each graph, with a column for items where a batch may have several."""
+    items = ("items",) if has_items else ()
+    columns = ("mode", "key", "replays", *items, "real tokens", "padded tokens", "padding", "capture ms", "pool bytes")
     rows = (
         (
-            *(of.captured.mode, of.captured.descriptor, of.replays, of.items, of.real_tokens, of.padded_tokens),
-            *(f"{100 * of.padding:.1f} %", f"{1000 * of.captured.seconds:.1f}", of.captured.pool_bytes),
+            *(of.captured.mode, of.captured.descriptor, of.replays),
+            *([of.items] if has_items else ()),
+            *(of.real_tokens, of.padded_tokens, f"{100 * of.padding:.1f} %"),
+            *(f"{1000 * of.captured.seconds:.1f}", of.captured.pool_bytes),
         )
         for of in traffic
     )

@@ -93,7 +93,8 @@ class ServedModel:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model, self._key = model, object()
         self._is_in_use = False
-        self._changes: list[tuple[torch.nn.Module, str, Any]] = _copied_configs(model)
+        # guard: served_model_changed_by_others
+        self._changes = [*_copied_configs(model), *_changes_of_others(model)]
         self.use()
 
     @property
@@ -156,6 +157,16 @@ def _copied_configs(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, 
     for module, name, value in found:
         _changed(module, name).copy = copy.deepcopy(value, copies)  # guard: served_model_own_configs
     return [(module, name, _changed(module, name).copy) for module, name, _ in found]
+
+
+def _changes_of_others(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, Any]]:
+    """(module, attribute, value) of what objects that serve the modules already have set, apart from configs."""
+    return [
+        (module, name, attribute.values[-1][1])
+        for module in model.modules()
+        for name, attribute in _CHANGED.get(module, {}).items()
+        if attribute.copy is None and attribute.values and _attributes(module)[name] is attribute.values[-1][1]
+    ]
 
 
 @contextlib.contextmanager

@@ -191,7 +191,7 @@ def test_stats_count_batches_tokens_and_reasons() -> None:
     assert stats.histogram == {3: 2, 4: 1, 8: 1, 9: 1, 10: 1}
     run(manager, rows(3))
     assert stats.replays == 4, "a snapshot"
-    assert "Dispatches" in str(stats)
+    assert stats["Dispatches"].columns[2:4] == ("replays", "real tokens")
     assert [row[:3] for row in stats["Without a graph"].rows] == [("too_large", "2"), ("empty", "1")]
 
 

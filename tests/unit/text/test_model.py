@@ -277,6 +277,24 @@ def test_frequencies_of_short_texts_whatever_ran_before(rope_type: str, earlier:
         torch.testing.assert_close(angles(rotary, length), angles(stock, length))
 
 
+@pytest.mark.parametrize("is_first_in_first_out", [True, False])
+@pytest.mark.parametrize("rope_type", CHANGING)
+def test_frequencies_stay_fixed_while_another_one_serves(rope_type: str, is_first_in_first_out: bool) -> None:
+    rotary, users = rotary_of(rope_type, CHANGING[rope_type]), []
+    for _ in range(2):
+        users.append(ServedModel(rotary))
+        with users[-1].changed():
+            fix_frequencies(rotary, TRAINED)
+    fixed, frequencies = rotary.rope_type, rotary.inv_freq
+    first, second = users if is_first_in_first_out else users[::-1]
+    first.give_back()
+    assert rotary.rope_type == fixed != rope_type
+    assert rotary.inv_freq is frequencies
+    second.give_back()
+    assert rotary.rope_type == rope_type
+    assert rotary.inv_freq is not frequencies
+
+
 @pytest.mark.parametrize("rope_type", CHANGING)
 def test_longer_texts_are_refused_with_the_longest_length(rope_type: str) -> None:
     rotary = rotary_of(rope_type, CHANGING[rope_type])
