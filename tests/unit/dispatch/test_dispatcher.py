@@ -144,7 +144,7 @@ def test_nothing_replays_before_it_is_captured(uniform: bool) -> None:
     dispatcher = dispatcher_for("FULL_AND_PIECEWISE", lazy=False)
     step = dispatcher.dispatch(3, uniform_decode=uniform)
     assert step == Dispatch(NONE, BatchDescriptor(3), DispatchReason.NOT_CAPTURED)
-    with pytest.raises(DispatchError, match="not been captured.*; found num_tokens=3; remedy"):
+    with pytest.raises(DispatchError, match=r"not been captured.*; found num_tokens=3; remedy"):
         dispatcher.dispatch(3, uniform_decode=uniform, allowed_modes={FULL, PIECEWISE})
     lazy = dispatcher_for("FULL_AND_PIECEWISE").dispatch(3, uniform_decode=uniform)
     assert lazy.mode is (FULL if uniform else PIECEWISE)
