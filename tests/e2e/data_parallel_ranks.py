@@ -181,9 +181,6 @@ def agreeing(rank: int) -> dict[str, Any]:
     seen["left out"] = [(str(mode), key.num_tokens) for mode, key in bounded.stats().left_out]
     seen["a key of all"] = step(bounded, Load(5, num_loras=1), rank)
     seen["a key of none"] = step(bounded, Load(5, num_loras=1) if rank else Load(3), rank)
-
-    other = made(WithoutCollective().eval(), agreement, sizes=(2, 8) if rank == 3 else (2, 4, 8))
-    seen["other sizes"] = refusal(other.capture)
     agreement.close()
     return seen
 

@@ -7,18 +7,16 @@ it tries those and replaces their rows.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
+import multiprocessing
 import random
-import subprocess
 import sys
-import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -82,6 +80,7 @@ def seen_of(model: Any, references: Sequence[Reference]) -> str:
 def tried(name: str) -> Outcome:
     """Serve a class over packed batches and compare the texts with those of its own ``generate``."""
     torch.manual_seed(0)
+    torch.compiler.reset()
     try:
         model = small_decoder(name)
     except Exception as error:
@@ -134,58 +133,21 @@ def _first_line(error: BaseException) -> str:
 
 def outcomes(names: Sequence[str], *, limit: float = 300.0, each: int = 8) -> Iterator[Outcome]:
     """Try classes, ``each`` in a process, which is ended if one of them takes ``limit`` seconds."""
-    left = list(names)
+    left, context = list(names), multiprocessing.get_context("spawn")
     while left:
-        batch = left[:each]
-        for outcome in _of_process(batch, limit):
-            left.remove(outcome.name)
-            yield outcome
-        if left[: len(batch)] == batch:
-            raise RuntimeError(f"the process of {batch} has not started")
+        with context.Pool(1, _quiet, maxtasksperchild=each) as pool:  # which is ended behind an answer that is missing
+            while left:
+                name = left.pop(0)
+                try:
+                    yield pool.apply_async(tried, (name,)).get(limit)
+                except multiprocessing.TimeoutError:
+                    yield Outcome(name, NO_ANSWER, f"not within {limit:.0f} s, or its process has died")
+                    break
 
 
-def _of_process(names: Sequence[str], limit: float) -> Iterator[Outcome]:
-    """The outcomes of one process; the last one is ``no answer`` if it was ended or has died."""
-    command = [sys.executable, "-m", "tests.e2e.decoder_classes", "--worker", *names]
-    left = list(names)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        assert process.stdout is not None
-        try:
-            for line in _lines_within(process, process.stdout, limit):
-                if line.startswith(_MARK):
-                    outcome = Outcome(**json.loads(line.removeprefix(_MARK)))
-                    left.remove(outcome.name)
-                    yield outcome
-        finally:
-            process.kill()
-    if left:
-        yield Outcome(left[0], NO_ANSWER, f"not within {limit:.0f} s, or its process has died")
-
-
-def _lines_within(process: subprocess.Popen[str], lines: IO[str], limit: float) -> Iterator[str]:
-    """The lines of a process, which is killed if it writes none for so many seconds."""
-    while True:
-        timer = threading.Timer(limit, process.kill)
-        timer.start()
-        try:
-            line = lines.readline()
-        finally:
-            timer.cancel()
-        if not line:
-            return
-        yield line
-
-
-_MARK = "OUTCOME "
-
-
-def _work(names: Sequence[str]) -> None:
+def _quiet() -> None:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    for name in names:
-        sys.stdout.write(f"{_MARK}{json.dumps(asdict(tried(name)))}\n")
-        sys.stdout.flush()
-        torch.compiler.reset()
 
 
 NAMED_ALONE = {"equal": "Equal: ", NOT_BUILT: "Not built: "}
@@ -256,11 +218,7 @@ def main(arguments: Sequence[str]) -> None:
     """Try classes and write their rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="classes; none: all of them, and the table is written anew")
-    parser.add_argument("--worker", action="store_true", help="write outcomes to stdout, and no page")
     options = parser.parse_args(arguments)
-    if options.worker:
-        _work(options.names)
-        return
     rows = recorded()[1] if options.names else {}
     for outcome in outcomes(options.names or list(decoder_classes())):
         rows[outcome.name] = outcome

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 import graphpass as gp
-from graphpass.capture import SizeRecord
 from graphpass.errors import GraphpassError, OptionError
 from tests.e2e.stock_encoders import StockEncoder
 from tests.observed import calls_with_graph
@@ -35,7 +34,6 @@ class Outcome:
     verdicts: frozenset[tuple[str, str]] = frozenset()  #: (dimension of an input, verdict) of the padding table
     #: {reason: calls of the second pass that ran without a graph}
     reasons: Mapping[str, int] = field(default_factory=dict)
-    sizes: tuple[SizeRecord, ...] = ()  #: of every graph
 
 
 def tensors_of(result: Any) -> list[torch.Tensor]:
@@ -78,7 +76,6 @@ def compare(model: Any, batches: Callable[[], Batches], **options: Any) -> Outco
             if verdict is not None
         ),
         reasons=without - before,
-        sizes=tuple(size for record in runtime.callables() for size in record.sizes),
     )
 
 

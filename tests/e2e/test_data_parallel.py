@@ -110,10 +110,6 @@ def test_four_ranks_run_the_same_graph_whatever_their_loads(four: Callable[..., 
     assert [of_rank["a key of none"].ran for of_rank in seen] == [("NONE", "not_captured"), *[("NONE", "agreed")] * 3]
     assert all(of_rank[name].is_right for of_rank in seen for name in ("a key of all", "a key of none"))
 
-    assert [of_rank["other sizes"][0] for of_rank in seen] == ["AgreementError"] * NUM_RANKS
-    assert all("configured differently: keys" in of_rank["other sizes"][1] for of_rank in seen)
-    assert all("FULL 4 tokens" in of_rank["other sizes"][1] for of_rank in seen)
-
 
 def test_a_rank_that_stays_away_or_dies_is_an_error_on_the_others(four: Callable[..., Any]) -> None:
     seen, codes = four(parting)

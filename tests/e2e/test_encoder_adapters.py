@@ -251,26 +251,6 @@ def test_a_tower_without_a_head_returns_hidden_states() -> None:
 
 
 @pytest.mark.parametrize("stock", [QWEN2_5_VL, QWEN3_VL], ids=str)
-def test_images_and_clips_of_one_request(stock: Tower) -> None:
-    """The keys of the processor's image and video parts; clips come behind the images."""
-    tower = stock.build(CPU)
-    sizes: list[Grid] = [(1, 4, 4), (1, 2, 6), (3, 4, 2), (2, 2, 2)]
-    items = stock.items(tower, sizes)
-    pixels, grids = items["pixel_values"], items["image_grid_thw"]
-    split = 4 * 4 + 2 * 6
-    mixed = {
-        "pixel_values": pixels[:split],
-        "image_grid_thw": grids[:2],
-        "pixel_values_videos": pixels[split:],
-        "video_grid_thw": grids[2:],
-    }
-    manager = captured(adapter_for(tower, **stock.options), token_budgets=(8,))
-    assert_same(manager.execute(mixed), stock.stock(tower, items))
-    frames = [spec.frames for spec in adapter_for(tower).get_encoder_cudagraph_item_specs(mixed)]
-    assert frames == [1, 1, 3, 2]
-
-
-@pytest.mark.parametrize("stock", [QWEN2_5_VL, QWEN3_VL], ids=str)
 @pytest.mark.parametrize(
     "sizes", [[(1, 0, 4)], [(1, 0, 4), (2, 4, 0), (1, 4, 4), (0, 2, 2)]], ids=["alone", "among others"]
 )

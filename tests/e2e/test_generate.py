@@ -56,14 +56,14 @@ def make_model(name: str, device: str = "cpu") -> torch.nn.Module:
     return model.to(device)
 
 
-def make_prompts() -> tuple[list[list[int]], list[int]]:
-    """64 prompts of 1 to 40 tokens, and how many new ones each asks for, 1 to 12."""
-    seeded = random.Random(0)
-    prompts = [[seeded.randrange(VOCABULARY) for _ in range(seeded.randint(1, 40))] for _ in range(64)]
-    return prompts, [seeded.randint(1, 12) for _ in prompts]
+def make_prompts(seed: int, number: int, most_new: int) -> tuple[list[list[int]], list[int]]:
+    """Prompts of 1 to 40 tokens, and how many new ones each asks for."""
+    seeded = random.Random(seed)
+    prompts = [[seeded.randrange(VOCABULARY) for _ in range(seeded.randint(1, 40))] for _ in range(number)]
+    return prompts, [seeded.randint(1, most_new) for _ in prompts]
 
 
-PROMPTS, NEW_TOKENS = make_prompts()
+PROMPTS, NEW_TOKENS = make_prompts(0, 64, 12)
 
 
 @pytest.fixture(scope="module")

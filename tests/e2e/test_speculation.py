@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,22 +15,13 @@ from graphpass.text import CausalLM, Drafter, Generation, GenerationStats, Ngram
 from graphpass.text.scheduler import Ints
 from tests.e2e.engines import Engines, engines_made
 from tests.e2e.greedy import Reference, References
-from tests.e2e.test_generate import MAX_LENGTH, MODES, SIZES, VOCABULARY, all_pages_are_free, make_model
+from tests.e2e.test_generate import MAX_LENGTH, MODES, SIZES, VOCABULARY, all_pages_are_free, make_model, make_prompts
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 LADDER: dict[str, Any] = {"capture_sizes": [8, 32], "seq_len_buckets": [32]}
 
-
-def make_prompts() -> tuple[list[list[int]], list[int]]:
-    """16 prompts of 1 to 40 tokens, and how many new ones each asks for, 1 to 24; one fills the longest sequence."""
-    seeded = random.Random(1)
-    prompts = [[seeded.randrange(VOCABULARY) for _ in range(seeded.randint(1, 40))] for _ in range(16)]
-    counts = [seeded.randint(1, 24) for _ in prompts]
-    counts[3] = MAX_LENGTH - len(prompts[3])
-    return prompts, counts
-
-
-PROMPTS, NEW_TOKENS = make_prompts()
+PROMPTS, NEW_TOKENS = make_prompts(1, 16, 24)
+NEW_TOKENS[3] = MAX_LENGTH - len(PROMPTS[3])  # it fills the longest sequence
 
 
 class Mixed:
@@ -51,18 +41,6 @@ class Mixed:
 @pytest.fixture(scope="module")
 def references() -> References:
     return References(make_model, PROMPTS, NEW_TOKENS)
-
-
-Managers = Callable[..., CudaGraphManager]
-
-
-@pytest.fixture
-def managers(engines: Engines) -> Managers:
-    return functools.partial(manager_of, engines)
-
-
-def manager_of(engines: Engines, name: str, device: str = "cpu", **options: Any) -> CudaGraphManager:
-    return engines(make_model, name, device, **{**SIZES, **LADDER, "compiler": "eager", **options}).manager
 
 
 def run(manager: CudaGraphManager, drafter: Drafter | None, gaps: int = 0) -> tuple[list[list[int]], GenerationStats]:
@@ -116,44 +94,37 @@ CUDA_CASES = [
 ]
 
 
-def check_case(case: Case, managers: Managers, references: References) -> None:
-    """The tokens are Hugging Face's, whoever guesses; all pages come back; every step that has a key replayed."""
-    manager = managers(
-        case.model,
-        case.device,
-        mode=case.mode,
-        compiler=case.compiler,
-        draft_tokens=case.draft_tokens,
-        **({"max_num_tokens": 64} if case.draft_tokens > 3 else {}),
-    )
+@pytest.mark.parametrize(
+    "case",
+    [
+        *CASES,
+        *(pytest.param(case, marks=pytest.mark.soak) for case in ALL_CASES),
+        *(pytest.param(case, marks=pytest.mark.cuda) for case in CUDA_CASES),
+    ],
+    ids=str,
+)
+def test_tokens_with_drafts_are_those_of_greedy_decoding(case: Case, engines: Engines, references: References) -> None:
+    """Whoever guesses; all pages come back, and every step that has a key replayed."""
+    options = {"mode": case.mode, "compiler": case.compiler, "draft_tokens": case.draft_tokens}
+    if case.draft_tokens > 3:
+        options["max_num_tokens"] = 64
     expected = references.of(case.model, case.device)
-    for drafter, gaps in ((Mixed(expected), 1), (NgramDrafter(), 0)):
-        before = manager.stats().replays
-        found, stats = run(manager, drafter, gaps)
-        references.check(found, case.model, case.device)
-        assert 0 <= stats.num_accepted < stats.num_drafted
-        assert isinstance(drafter, NgramDrafter) or stats.num_accepted > stats.num_drafted / 2
-        assert stats.num_tokens == sum(NEW_TOKENS)
-        assert all_pages_are_free(manager)
-        mode = CUDAGraphMode.parse(case.mode)
-        if mode.mixed_mode():
-            assert manager.stats().replays - before == stats.num_steps
-        assert bool(manager.stats().replays) == bool(mode)
-    assert not any("have no graph" in problem.what for problem in manager.report().problems)
-
-
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.soak) for case in ALL_CASES)], ids=str)
-def test_tokens_with_drafts_are_those_of_greedy_decoding(
-    case: Case, managers: Managers, references: References
-) -> None:
-    check_case(case, managers, references)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("case", CUDA_CASES, ids=str)
-def test_tokens_with_drafts_on_cuda(case: Case, references: References) -> None:
-    with engines_made() as engines:  # no pool outlives its test
-        check_case(case, functools.partial(manager_of, engines), references)
+    with engines_made() as made:  # no pool outlives its test
+        make = engines if case.device == "cpu" else made
+        manager = make(make_model, case.model, case.device, **{**SIZES, **LADDER, **options}).manager
+        for drafter, gaps in ((Mixed(expected), 1), (NgramDrafter(), 0)):
+            before = manager.stats().replays
+            found, stats = run(manager, drafter, gaps)
+            references.check(found, case.model, case.device)
+            assert 0 <= stats.num_accepted < stats.num_drafted
+            assert isinstance(drafter, NgramDrafter) or stats.num_accepted > stats.num_drafted / 2
+            assert stats.num_tokens == sum(NEW_TOKENS)
+            assert all_pages_are_free(manager)
+            mode = CUDAGraphMode.parse(case.mode)
+            if mode.mixed_mode():
+                assert manager.stats().replays - before == stats.num_steps
+            assert bool(manager.stats().replays) == bool(mode)
+        assert not any("have no graph" in problem.what for problem in manager.report().problems)
 
 
 def test_keys_that_no_batch_reaches_are_not_made() -> None:

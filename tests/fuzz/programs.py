@@ -1,4 +1,4 @@
-"""Random programs: lines of tensor code, how their calls are made, and a strategy that draws both.
+"""Random programs: lines of tensor code, and how their calls are made; a seed chooses both.
 
 A program is text, so that a failing case can be read, pasted into a test and run: ``print(program)`` gives Python that
 builds it again. Lines are made from templates over the values that exist so far, and are kept if eager runs them at
@@ -8,13 +8,12 @@ every size that the program will be called with.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from hypothesis import strategies as st
 
 from tests.fuzz.ops import OPS, SPLITTABLE, Op, namespace
 
@@ -237,35 +236,8 @@ def _body(
     return kept, trial.names
 
 
-class Choices(Protocol):
-    """Whoever decides what a program is: hypothesis, which can shrink it, or a generator of random numbers."""
-
-    def one_of(self, values: Sequence[_T]) -> _T: ...
-
-    def many(self, least: int, most: int) -> Iterator[int]:
-        """Count from 0, at least ``least`` and at most ``most`` times."""
-        ...
-
-
-class Drawn:
-    """The choices of hypothesis."""
-
-    def __init__(self, draw: st.DrawFn) -> None:
-        self._draw = draw
-
-    def one_of(self, values: Sequence[_T]) -> _T:
-        chosen: _T = self._draw(st.sampled_from(values))
-        return chosen
-
-    def many(self, least: int, most: int) -> Iterator[int]:
-        for count in range(most):
-            if count >= least and not self._draw(st.integers(0, most)):
-                return
-            yield count
-
-
-class Seeded:
-    """The choices of a seed: evenly spread, where hypothesis dwells on variations of what it has."""
+class Choices:
+    """Of a seed: what a program is."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -273,17 +245,18 @@ class Seeded:
     def one_of(self, values: Sequence[_T]) -> _T:
         return self._random.choice(values)
 
-    def many(self, least: int, most: int) -> Iterator[int]:
-        yield from range(self._random.randint(least, most))
+    def many(self, least: int, most: int) -> range:
+        """Of a number of numbers from ``least`` to ``most``."""
+        return range(self._random.randint(least, most))
 
 
-def choose_program(choices: Choices, *, draws: bool = True, routes: Sequence[str] = ROUTES) -> Program:
-    """A program that eager can run; of ``routes`` to compile it each is as likely as often as it stands there.
+def choose_program(choices: Choices, *, draws: bool = True) -> Program:
+    """A program that eager can run; of :data:`ROUTES` to compile it each is as likely as often as it stands there.
 
     Without ``draws`` it draws no random numbers: AOTAutograd drops draws that nothing reads, so that later ones differ
     from eager's, with graphpass or without.
     """
-    route = choices.one_of(routes)
+    route = choices.one_of(ROUTES)
     by_row = route == "graphed"
     ops = [
         op
@@ -328,9 +301,3 @@ def _choose_calls(choices: Choices, *, most_sizes: int) -> tuple[Call, ...]:
     if all(call.mode != "FULL" for call in calls):
         calls.append(Call("FULL", sizes[0]))
     return tuple(calls)
-
-
-@st.composite
-def programs(draw: st.DrawFn, /, **how: Any) -> Program:
-    """:func:`choose_program` by hypothesis."""
-    return choose_program(Drawn(draw), **how)

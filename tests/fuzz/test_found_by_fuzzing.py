@@ -95,7 +95,6 @@ def between(statement: str, calls: int = 5) -> tuple[tuple[int, str], ...]:
 
 
 NEGATIVE_LATER = plain((5, 7) * 6, ("torch.tensor([0, 1])",) * 5 + ("torch.tensor([-2, -1])",) * 7)
-SWAP = "torch.utils.swap_tensors(model.{}, {})"
 
 FOUND_IN_PYTHON: dict[str, PythonProgram] = {
     "the data of an argument is replaced": PythonProgram(("x.data = x * 2",), "x", plain()),
@@ -114,14 +113,8 @@ FOUND_IN_PYTHON: dict[str, PythonProgram] = {
     "a compiled step of Adam between the calls": PythonProgram(
         (), "self.inner(x)", plain(), between("compiled(model._adam.step)()")
     ),
-    "a parameter is swapped after a replay": PythonProgram(
-        (), "self.inner(x)", plain(), ((3, SWAP.format("inner.weight", "nn.Parameter(torch.eye(4))")),)
-    ),
-    "a buffer is swapped after a replay": PythonProgram(
-        (), "x + self.total", plain(), ((3, SWAP.format("total", "torch.ones(4)")),)
-    ),
     "a parameter and a buffer are swapped after a replay": PythonProgram(
-        (), "self.inner(x) + self.total", plain(), ((3, SWAP.format("inner.bias", "model.total")),)
+        (), "self.inner(x) + self.total", plain(), ((3, "torch.utils.swap_tensors(model.inner.bias, model.total)"),)
     ),
     "an index from data becomes negative where the size is declared": PythonProgram(
         ("t0 = x * 2",), "t0[i]", NEGATIVE_LATER, declared=True

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
 
 from tests.fuzz.oracle import check
-from tests.fuzz.programs import Program, Seeded, choose_program, programs
+from tests.fuzz.programs import Choices, choose_program
 from tests.fuzz.search import Fuzzer, chunks, named
 
 pytestmark = pytest.mark.usefixtures("odd_programs_may_warn")
@@ -23,25 +22,16 @@ def fuzzer_of(compiler: str, device: str = "cpu", **options: Any) -> Fuzzer:
     compared = partial(check, compiler=compiler, device=device, **options)
     return Fuzzer(
         name=f"{compiler} on {device}",
-        make=lambda seed: choose_program(Seeded(seed), draws=compiler == "eager"),
+        make=lambda seed: choose_program(Choices(seed), draws=compiler == "eager"),
         check=compared,
         check_alone=partial(compared, stock=True),
         least_replayed=0.9,
     )
 
 
-# Each example is compiled, so a run has a quarter of those that its profile asks for.
-@settings(max_examples=settings().max_examples // 4)
-@given(program=programs())
-def test_what_hypothesis_writes_does_what_eager_does(program: Program) -> None:
-    mismatch = check(program).mismatch
-    assume(mismatch is None or check(program, stock=True).mismatch is None)  # what torch.compile alone gets right
-    assert mismatch is None
-
-
 @pytest.mark.parametrize(
     ("compiler", "first", "count"),
-    [("eager", 0, 8), ("aot_eager", 0, 3), pytest.param("inductor", 428, 1, marks=pytest.mark.soak)],
+    [("eager", 0, 16), ("aot_eager", 0, 4), pytest.param("inductor", 428, 1, marks=pytest.mark.soak)],
 )
 def test_a_few_programs(compiler: str, first: int, count: int, capsys: pytest.CaptureFixture[str]) -> None:
     fuzzer_of(compiler).passes(range(first, first + count), capsys)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.gpu.captures import TIMEOUT_S
+from tests.processes import ROOT
 
 pytestmark = pytest.mark.cuda
-
-ROOT = Path(__file__).parent.parent.parent
 
 AROUND = """
 import sys
@@ -76,15 +74,15 @@ assert torch.equal(call(True), x.relu())
 """
 
 
-def ends_with_0(program: str, *given: str) -> None:
-    command = [sys.executable, "-c", program, *given]
+def ends_with_0(*given: str) -> None:
+    command = [sys.executable, *given]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("calls", range(6))
 def test_a_users_capture_after_any_number_of_calls(cuda: torch.device, calls: int) -> None:
-    ends_with_0(AROUND, str(calls))
+    ends_with_0("-c", AROUND, str(calls))
 
 
 @pytest.mark.parametrize("opens", [True, False])
@@ -93,13 +91,12 @@ def test_a_users_capture_after_any_number_of_calls(cuda: torch.device, calls: in
 def test_what_a_context_asks_for_inside_a_capture_is_refused(
     cuda: torch.device, is_captured: bool, is_same_stream: bool, opens: bool
 ) -> None:
-    ends_with_0(INSIDE, str(is_captured), str(is_same_stream), str(opens))
+    ends_with_0("-c", INSIDE, str(is_captured), str(is_same_stream), str(opens))
 
 
-def test_programs_of_captures(cuda: torch.device) -> None:
-    command = [sys.executable, "-m", "tests.gpu.captures", "--programs", "24", "--processes", "2", "--first", "9000"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    assert done.returncode == 0, done.stdout[-3000:]
+@pytest.mark.parametrize("first", [9000, 9012])
+def test_programs_of_captures(cuda: torch.device, first: int) -> None:
+    ends_with_0("-m", "tests.gpu.captures", str(first), str(first + 12))
 
 
 def test_tensors_on_the_cpu_beside_those_of_a_gpu(cuda: torch.device) -> None:
@@ -121,4 +118,4 @@ import graphpass
 stats = graphpass.runtime_of(fast).stats()
 assert stats.replayed > 0, stats
 """
-    ends_with_0(program)
+    ends_with_0("-c", program)

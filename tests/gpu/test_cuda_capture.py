@@ -10,43 +10,13 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-import cgpass
 import graphpass as gp
 from graphpass.capture.staging import copy_each
-from tests.gpu.shared import FULL, PIECEWISE, call, capture, free_memory_stays, graph_of, wrap
-from tests.observed import reported_regions
+from tests.gpu.shared import call, capture, free_memory_stays, graph_of, wrap
 
 pytestmark = pytest.mark.cuda
 
 WORKSPACE_CACHE = "TORCH_CUBLAS_WORKSPACE_CACHE"
-
-
-def test_close_gives_the_pool_back_and_capture_works_again(cuda: torch.device) -> None:
-    runtime = gp.GraphRuntime()
-    wrapper = wrap(lambda x: torch.cat([x * 2, x], 0), runtime)
-    x = torch.randn(1 << 20, 4, device=cuda)
-    for _ in range(3):
-        capture(runtime, wrapper, 4, x)
-        assert runtime.pool_bytes() > 0
-        assert torch.equal(call(wrapper, 4, x), torch.cat([x * 2, x], 0))
-        runtime.close()
-        assert runtime.pool_bytes() == 0
-
-
-def test_a_ladder_shares_one_pool(cuda: torch.device) -> None:
-    """Smaller sizes reuse the memory of the largest: nothing of a key outlives its replay."""
-    with gp.GraphRuntime() as runtime:
-        wrapper = wrap(lambda x: ((x * 2).sin() + 1).cos() @ x.mT, runtime)
-        sizes = [1024, 896, 768, 512, 256, 128, 64]
-        inputs = {n: torch.randn(n, 2048, device=cuda) for n in sizes}
-        largest = 0
-        for n in sizes:
-            capture(runtime, wrapper, n, inputs[n])
-            largest = largest or runtime.pool_bytes()
-        assert runtime.pool_bytes() <= 1.15 * largest
-        for n in [*sizes, *reversed(sizes)]:
-            x = inputs[n]
-            torch.testing.assert_close(call(wrapper, n, x), ((x * 2).sin() + 1).cos() @ x.mT)
 
 
 def test_an_explicit_generator_is_advanced_by_replays(cuda: torch.device) -> None:
@@ -103,27 +73,6 @@ def test_a_failed_capture_leaves_random_numbers_to_eager_calls(cuda: torch.devic
         found += [torch.rand(3, device=cuda), torch.rand(3, device=cuda, generator=own)]
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one, other)
-
-
-def test_a_cpu_tensor_in_the_middle_costs_one_split(cuda: torch.device) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)).to(cuda).eval()
-    table = torch.arange(8.0)
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        y = model[0](x)
-        y = y + (table * 2).to(x.device)
-        return model[1](y)
-
-    with gp.GraphRuntime() as runtime, torch.inference_mode():
-        compiled = torch.compile(forward, backend="cgpass", options=cgpass.options(compiler="eager", runtime=runtime))
-        x = torch.randn(4, 8, device=cuda)
-        with runtime.capturing():
-            torch.testing.assert_close(call(compiled, 4, x, mode=PIECEWISE), forward(x))
-        torch.testing.assert_close(call(compiled, 4, x + 1, mode=PIECEWISE), forward(x + 1))
-        (why,) = [why for _, kind, why in reported_regions(runtime) if kind == "eager"]
-        assert "cpu" in why.lower()
-        with runtime.capturing(), pytest.raises(gp.errors.CaptureError):
-            call(compiled, 4, x, mode=FULL)
 
 
 def assert_workspaces_as_set(device: torch.device) -> None:

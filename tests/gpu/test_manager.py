@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,15 +12,12 @@ import torch
 from torch import nn
 
 from graphpass import Batch, CudaGraphManager
-from graphpass.errors import CaptureError
-from graphpass.regions import register_padding_rule
 from tests.gpu import shared
-from tests.gpu.shared import ROWS, WIDTH, fresh_op
+from tests.gpu.shared import WIDTH
 from tests.gpu.shared import rows_of as rows
 
 pytestmark = pytest.mark.cuda
 
-LARGEST, SIZES = ROWS, (2, 4, 8)
 managed = functools.partial(shared.managed, device="cuda")
 
 
@@ -46,12 +43,6 @@ def captured_rows(mode: str = "FULL", **given: Any) -> Iterator[tuple[CudaGraphM
 
 def run(manager: CudaGraphManager, x: torch.Tensor, **given: Any) -> Any:
     return manager.run(Batch(x.shape[0], inputs={"x": x}, **given))
-
-
-def assert_right(manager: CudaGraphManager, model: Callable[..., Any], sizes: Sequence[int] = (3, 8, 1)) -> None:
-    for num_tokens in sizes:
-        x = rows(num_tokens)
-        torch.testing.assert_close(run(manager, x), model(x).detach(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
@@ -102,33 +93,3 @@ def test_results_of_all_sizes_lie_in_the_same_buffers_outside_of_the_pool(mode: 
             if segment["address"] <= place < segment["address"] + segment["total_size"]
         }
         assert owners == {(0, 0)}
-
-
-class ReadsOnHost(nn.Module):
-    """No graph can hold the whole: an op in its midst waits for the device."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.graphpass_gpu_manager.scaled_by_largest(x * 2) + 1
-
-
-@fresh_op("graphpass_gpu_manager::scaled_by_largest")
-def scaled_by_largest(x: torch.Tensor) -> torch.Tensor:
-    return x * float(x.isfinite().all())
-
-
-register_padding_rule("graphpass_gpu_manager::scaled_by_largest", lambda call: call.tensor("x"))
-
-
-def test_an_op_that_waits_for_the_device_stays_eager_where_it_is_listed(cuda: torch.device) -> None:
-    """Unlisted, the capture fails with the key's name and the rest goes on."""
-    model = ReadsOnHost()
-    with managed(model) as manager:
-        with pytest.raises(CaptureError, match="8 tokens"):
-            manager.capture()
-        assert manager.needs_capture()
-        torch.testing.assert_close(model(rows(3)), rows(3) * 2 + 1)
-    ops = ["graphpass_gpu_manager::scaled_by_largest"]
-    with managed(model, "PIECEWISE", splitting_ops=ops) as manager:
-        manager.capture()
-        assert_right(manager, model, range(1, LARGEST + 1))
-        assert manager.stats().replays == 8

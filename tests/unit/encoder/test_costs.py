@@ -15,9 +15,7 @@ from graphpass.encoder.costs import EncoderCosts, ItemCosts, Load, TimedExample,
 from graphpass.encoder.protocol import EncoderItems, EncoderOutput
 from graphpass.serving import traffic
 from tests.unit.encoder import toy
-from tests.unit.encoder.toy import BUDGETS, assert_same, made
-
-PAUSE_S = 0.04
+from tests.unit.encoder.toy import BUDGETS, assert_right, assert_same, made
 
 
 class Clock:
@@ -42,38 +40,18 @@ def by_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traffic, "time", CLOCK)
 
 
-#: an encoder of which one method is slow. Without examples the forward itself is timed, which replays do not run. What
-#: a replay needs from the host is part of it.
-SLOW: Mapping[str, tuple[type[toy.ToyEncoder], str]] = {
-    "eager call": (toy.WithExamples, "encoder_eager_forward"),
-    "forward": (toy.ToyEncoder, "encoder_cudagraph_forward"),
-    "replay": (toy.WithExamples, "prepare_encoder_cudagraph_replay_buffers"),
-}
-
-
-def slow(name: str) -> toy.ToyEncoder:
-    kind, method = SLOW[name]
+@pytest.mark.usefixtures("by_clock")
+def test_without_examples_the_forward_itself_is_timed() -> None:
+    """It is slow, and replays do not run it."""
 
     def late(call: Callable[..., Any], *given: Any) -> Any:
-        CLOCK.sleep(PAUSE_S)
+        CLOCK.sleep(0.04)
         return call(*given)
 
-    return toy.changed(kind(), method, late)
-
-
-@pytest.mark.usefixtures("by_clock")
-@pytest.mark.parametrize(("name", "replays"), [("eager call", True), ("forward", True), ("replay", False)])
-def test_the_quicker_of_the_two_runs(name: str, replays: bool) -> None:
-    """Where replays are slow, three images are one eager call, not three."""
-    encoder = slow(name)
+    encoder = toy.changed(toy.ToyEncoder(), "encoder_cudagraph_forward", late)
     manager = made(encoder, costs="measured")
-    encoder.eager_calls.clear()
-    items = toy.images([8, 8, 8])
-    found = manager.execute(items)
-    assert encoder.eager_calls == ([] if replays else [3])
-    assert_same(found, toy.one_by_one(encoder, items))
-    stats = manager.get_cumulative_stats()
-    assert (stats.hits, stats.misses) == ((3, 0) if replays else (0, 3))
+    assert_right(manager, encoder, [8, 8, 8])
+    assert manager.get_cumulative_stats().hits == 3
 
 
 def keys_of(tokens: range, longest: int) -> list[EncoderGraphKey]:

@@ -121,23 +121,6 @@ def test_the_last_of_no_rows_is_zero() -> None:
     assert manager.buffers["patches"].unique().tolist() == [0]
 
 
-def test_none_keeps_what_a_buffer_holds() -> None:
-    encoder = toy.ToyEncoder()
-    items = toy.images([6, 2])
-    expected = toy.one_by_one(encoder, items)
-    manager = made(encoder)
-    torch.testing.assert_close(manager.execute(items), expected)
-    manager.buffers["scale"].fill_(0)
-    zeroed = {**items, "patches": items["patches"] * 0}
-    kept = manager.execute(items)
-    manager.buffers["scale"].fill_(1)
-    bias = encoder.tower.embed.bias.detach().clone()
-    with torch.no_grad():
-        encoder.tower.embed.bias.zero_()
-        torch.testing.assert_close(kept, toy.one_by_one(encoder, zeroed))
-        encoder.tower.embed.bias.copy_(bias)
-
-
 def test_reduced_precision_is_cast_into_the_buffer() -> None:
     encoder = toy.ToyEncoder()
     items = toy.images([4])

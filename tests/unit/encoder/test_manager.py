@@ -15,9 +15,6 @@ from graphpass import EncoderCudaGraphManager
 from graphpass.encoder import (
     EncoderGraphKey,
     PackingCosts,
-    SupportsEncoderCompilation,
-    SupportsEncoderCudaGraph,
-    SupportsEncoderExamples,
     budgets,
 )
 from graphpass.encoder.protocol import EncoderItems, EncoderOutput
@@ -26,15 +23,6 @@ from tests.threads import in_threads
 from tests.unit.encoder import toy
 from tests.unit.encoder.toy import BUDGETS, MIXED, assert_right, assert_same, made, poison
 from tests.unit.serving.managed import GrowingRuntime
-
-
-def test_the_protocols_are_seen() -> None:
-    assert isinstance(toy.ToyEncoder(), SupportsEncoderCudaGraph)
-    assert not isinstance(toy.ToyEncoder(), SupportsEncoderExamples | SupportsEncoderCompilation)
-    assert isinstance(toy.WithExamples(), SupportsEncoderExamples)
-    assert isinstance(toy.Compiled(), SupportsEncoderCompilation)
-    assert not isinstance(object(), SupportsEncoderCudaGraph)
-
 
 # -- results ----------------------------------------------------------------------------------------------------------
 
@@ -105,17 +93,6 @@ def test_every_limit_takes_part() -> None:
     assert (stats.replays, stats.hits, stats.misses) == (2 + 2, 12, 1)
 
 
-def test_an_axis_that_rounds_up_joins_its_values() -> None:
-    encoder = toy.ToyEncoder(axes=(toy.LONGEST,))
-    manager = made(encoder)
-    manager.execute(toy.images([4, 12], axes=[(("longest", 4),), (("longest", 12),)]))
-    assert [dict(key.axes)["longest"] for key in encoder.prepared] == [64]
-    manager.execute(toy.images([4, 8], axes=[(("longest", 4),), (("longest", 8),)]))
-    assert [dict(key.axes)["longest"] for key in encoder.prepared] == [64, 8]
-    manager.execute(toy.images([4], axes=[(("longest", 65),)]))
-    assert manager.get_cumulative_stats().misses == 1
-
-
 def test_results_survive_later_calls() -> None:
     encoder = toy.ToyEncoder(toy.ToyTower(levels=2))
     manager = made(encoder)
@@ -182,45 +159,11 @@ def test_threads_take_turns() -> None:
 # -- captures ---------------------------------------------------------------------------------------------------------
 
 
-def test_before_the_capture_everything_runs_eagerly_once() -> None:
-    encoder = toy.ToyEncoder()
-    manager = made(encoder, capture=False, max_eager_tokens=1000)
-    items = toy.images(MIXED)
-    expected = toy.one_by_one(encoder, items)
-    assert not manager.is_captured()
-    assert_same(manager.execute(items), expected)
-    stats = manager.get_cumulative_stats()
-    assert (stats.hits, stats.misses, stats.eager_calls) == (0, toy.NUM_WITH_TOKENS, 1)
-    assert encoder.eager_calls == [toy.NUM_WITH_TOKENS]
-    assert stats.eager_tokens == sum(MIXED) // 2
-
-
 def test_an_eager_call_has_its_limit() -> None:
     encoder = toy.ToyEncoder()
     manager = made(encoder, capture=False)  # 32 tokens: the largest budget
     manager.execute(toy.images([20, 40, 80, 4, 4]))
     assert encoder.eager_calls == [2, 1, 2]
-
-
-def test_captures_count_and_replays_do_not_run_python() -> None:
-    encoder = toy.ToyEncoder()
-    manager = made(encoder, capture=False)
-    assert manager.get_num_graphs_to_capture() == len(BUDGETS)
-    manager.capture()
-    assert manager.is_captured()
-    # Once to warm up and once to record, the largest budget first.
-    assert [key.tokens for key in encoder.forwards] == [32, 32, 16, 16, 8, 8, 4, 4]
-    manager.execute(toy.images([4, 2, 64]))
-    stats = manager.get_cumulative_stats()
-    assert [(b.captured.descriptor.num_tokens, b.replays, b.items, b.real_tokens) for b in stats.budgets] == [
-        (32, 1, 1, 32),
-        (16, 0, 0, 0),
-        (8, 0, 0, 0),
-        (4, 1, 2, 3),
-    ]
-    assert stats.padding_waste == pytest.approx(1 / 36)
-    assert stats.hit_rate == 1
-    assert len(encoder.forwards) == 8
 
 
 def test_budgets_share_their_buffers() -> None:
@@ -325,11 +268,15 @@ def test_an_interrupt_ends_the_capture_and_leaves_eager() -> None:
 def test_an_estimate_captures_few_budgets_and_leaves_nothing() -> None:
     encoder = toy.ToyEncoder()
     manager = made(encoder, capture=False)
+    assert manager.get_num_graphs_to_capture() == len(BUDGETS)
     estimate = manager.estimate()
     assert {key.tokens for key in encoder.forwards} == {32}
     assert [(group.name, group.num_keys) for group in estimate.groups] == [("encoder", len(BUDGETS))]
     assert not manager.is_captured()
+    encoder.forwards.clear()
     manager.capture()
+    # Once to warm up and once to record, the largest budget first.
+    assert [key.tokens for key in encoder.forwards] == [32, 32, 16, 16, 8, 8, 4, 4]
     assert manager.get_cumulative_stats().buffer_bytes == estimate.buffer_bytes == estimate.total_bytes
 
 

@@ -9,30 +9,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from graphpass import GraphRuntime
-from graphpass.encoder import budgets
 from graphpass.encoder.protocol import EncoderItems, EncoderOutput
 from tests.unit.encoder import toy
 from tests.unit.encoder.test_manager import exchanged, moved, replaced
 from tests.unit.encoder.toy import MIXED, assert_right, assert_same, made
 from tests.unit.serving.ambient import AMBIENT_CHANGES, autocast
-
-
-def test_a_shared_pool_is_shared_again_after_weights_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    pools: list[Any] = []
-
-    def runtime(pool: Any = None, *, device: Any = None) -> GraphRuntime:
-        pools.append(pool)
-        return GraphRuntime(device=device)
-
-    monkeypatch.setattr(budgets, "GraphRuntime", runtime)
-    encoder, pool = toy.ToyEncoder(), (1, 0)
-    manager = made(encoder, capture=False)
-    manager.estimate()
-    manager.capture(graph_pool=pool)
-    replaced(encoder.tower)
-    manager.execute(toy.images(MIXED))
-    assert pools == [None, pool, pool], "an estimate has a pool of its own"
 
 
 class Within:

@@ -23,7 +23,7 @@ from graphpass.encoder import (
     smallest_fitting_budget,
 )
 from graphpass.encoder.costs import EncoderCosts
-from graphpass.encoder.planner import BatchPlanner, Rung, RungTable, plan_cheaply, plan_eagerly, plan_greedily
+from graphpass.encoder.planner import BatchPlanner, Rung, RungTable, plan_cheaply, plan_eagerly
 from graphpass.errors import EncoderConfigError
 from tests.unit.encoder.toy import least_of_cuts
 
@@ -220,19 +220,6 @@ def least(problem: Vectors, items: Sequence[int], surcharge: float = 0.0) -> flo
     eager = eager_cost(problem, items)
     eagerly = [eager + surcharge] if len(items) == 1 or eager <= 35 else []
     return min([*(cost for cost, *_ in fitting(problem, items)), *eagerly], default=float("inf"))
-
-
-@given(vector_problems(), st.booleans())
-def test_no_limit_is_exceeded(problem: Vectors, has_costs: bool) -> None:
-    sizes, peaks, rungs = problem
-    if has_costs:
-        batches = plan_cheaply(sizes, RungTable(rungs), lambda tokens: 5.0 + tokens, 30, peaks)
-    else:
-        batches = plan_greedily(sizes, RungTable(rungs), peaks)
-    assert sorted(item for items, _ in batches for item in items) == list(range(sizes.shape[1]))
-    for items, key in batches:
-        fits = fitting(problem, items)
-        assert (not fits or has_costs) if key is None else rungs[key] in fits
 
 
 @given(vector_problems(), st.lists(st.floats(-2, 20), min_size=7, max_size=7))

@@ -242,24 +242,24 @@ def test_graphs_read_new_weights(update: Callable[..., None]) -> None:
 # -- forwards that go wrong
 
 
-class Exits(Stack):
-    """Leaves after the first layers."""
+class Without(Stack):
+    """Leaves layers out."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for layer in self.layers[:2]:
-            x = layer(x)
-        return self.last(x)
-
-
-class Skips(Stack):
-    """Leaves one layer out."""
+    left_out: tuple[int, ...] = ()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for index, layer in enumerate(self.layers):
-            if index != 1:
+            if index not in self.left_out:
                 x = layer(x)
         return self.last(x)
+
+
+class Exits(Without):
+    left_out = (2, 3)
+
+
+class Skips(Without):
+    left_out = (1,)
 
 
 class Breaks(Stack):

@@ -21,7 +21,6 @@ from tests.unit.serving.managed import (
     NONE,
     PIECEWISE,
     Attends,
-    Doubled,
     Requests,
     Rows,
     SlotBuilder,
@@ -66,6 +65,19 @@ class Thread:
         return self.meeting.meet(self.rank, value)
 
 
+def on_each(num_ranks: int, action: Callable[[int], Any]) -> list[Any]:
+    """What ``action`` returns or raises on each rank, all at once."""
+
+    def outcome(rank: int) -> Any:
+        try:
+            return action(rank)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        return list(pool.map(outcome, range(num_ranks)))
+
+
 class Ranks:
     """A dispatcher and steps for each of some ranks."""
 
@@ -85,16 +97,7 @@ class Ranks:
         ]
 
     def each(self, action: Callable[[int], Any]) -> list[Any]:
-        """What ``action`` returns or raises on each rank, all at once."""
-
-        def outcome(rank: int) -> Any:
-            try:
-                return action(rank)
-            except Exception as error:
-                return error
-
-        with ThreadPoolExecutor(len(self.steps)) as pool:
-            return list(pool.map(outcome, range(len(self.steps))))
+        return on_each(len(self.steps), action)
 
     def decide(self, *num_tokens: int | None) -> list[Any]:
         """One step with these batches, None for none."""
@@ -368,12 +371,6 @@ def test_a_lazy_dispatcher_is_refused(alone: DataParallelAgreement) -> None:
     dispatcher = CudagraphDispatcher("PIECEWISE", {f"field{n}": [2] for n in range(9)}, max_num_reqs=2)
     with pytest.raises(OptionError, match="at most 8 fields"):
         AgreedSteps(alone, dispatcher, {}, idle_tokens=2)
-
-
-def test_without_an_agreement_there_is_nothing_to_take_part_in() -> None:
-    manager = made(Doubled())
-    assert not manager.run_idle()
-    assert manager.stats().fallbacks == {}
 
 
 def test_ranks_do_not_adapt_alone() -> None:

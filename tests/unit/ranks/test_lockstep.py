@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,7 @@ from graphpass.errors import AgreementError, CaptureError, OptionError
 from graphpass.ranks.group import wait_for
 from graphpass.ranks.lockstep import Lockstep, LockstepGroups, would_hang
 from tests.unit.cgpass.test_padding_contents import lie
-from tests.unit.ranks.test_conversation import Meeting, Thread
+from tests.unit.ranks.test_conversation import Meeting, Thread, on_each
 
 READY, WARM, END = range(3)
 FACTS = {"node": "a", "nccl": "2.27.7", "is_warm": True, "is_symmetric": False}
@@ -42,15 +41,8 @@ class Threads:
 
     def each(self, action: Callable[[Lockstep, int], Any]) -> list[Any]:
         """What the action returns on each rank, or the type of its error."""
-
-        def outcome(rank: int) -> Any:
-            try:
-                return action(self.ranks[rank], rank)
-            except Exception as error:
-                return type(error)
-
-        with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(outcome, range(2)))
+        found = on_each(2, lambda rank: action(self.ranks[rank], rank))
+        return [type(one) if isinstance(one, Exception) else one for one in found]
 
     def capture(self, *failing: tuple[int, int], what: tuple[str, str] = ("key", "key")) -> list[Any]:
         """A capture of all ranks; ``failing`` are (rank, how far it comes)."""

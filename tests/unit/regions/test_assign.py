@@ -86,27 +86,6 @@ def test_a_higher_order_op_stays_with_its_subgraphs(dynamo_split: Split) -> None
     assert "cond_true_0" not in split.regions[1].inputs
 
 
-def softmax_around(between: Callable[..., Any]) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda x: F.softmax(between(F.softmax(x + 1, -1)), -1) + 1
-
-
-@pytest.mark.parametrize("between", [lambda y: y.t().contiguous(), lambda y: y.add_(1)], ids=["copy", "write"])
-def test_a_copy_and_a_write_are_captured(dynamo_split: Split, between: Callable[..., Any]) -> None:
-    split = dynamo_split(softmax_around(between), torch.rand(3, 3), ops=SOFTMAX)
-    assert kinds(split) == ["captured", "eager", "captured", "eager", "captured"]
-
-
-def test_an_allocation_that_can_go_nowhere_runs_eagerly(dynamo_split: Split) -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(3, 3)
-        out.copy_(F.softmax(x, -1))
-        return out
-
-    split = dynamo_split(function, torch.rand(3, 3), ops=[*SOFTMAX, "aten::copy_"])
-    assert kinds(split) == ["eager"]
-    assert "nothing to capture: torch.empty" in str(split.regions[0].why)
-
-
 def test_a_graph_without_calls_has_no_regions() -> None:
     class Model(nn.Module):
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

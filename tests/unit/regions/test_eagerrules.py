@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,13 +26,6 @@ SCALARS = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": T
 
 def reasons(split: Partition) -> list[str | None]:
     return [region.why for region in split.regions]
-
-
-def test_a_reason_reads_as_kind_and_detail() -> None:
-    reason = SplitReason("host read", "Tensor.item")
-    assert (str(reason), reason.kind) == ("host read: Tensor.item", "host read")
-    assert str(reason.located("model.py:3: x.item()")) == "host read: Tensor.item at model.py:3: x.item()"
-    assert pickle.loads(pickle.dumps(reason)) == reason
 
 
 @pytest.mark.parametrize(
@@ -143,10 +135,6 @@ def test_a_cpu_tensor_without_entries_is_read_by_no_kernel() -> None:
     assert reasons(on_cuda(attends, "cuda:0", "cuda:0")) == [None]
 
 
-def test_a_cpu_graph_has_no_foreign_device() -> None:
-    assert reasons(on_cuda(lambda x, y: (x + y).cpu() * 2, "cpu", "cpu")) == [None]
-
-
 @two_devices
 def test_inputs_on_two_devices_are_refused() -> None:
     with pytest.raises(DeviceError, match="'x' on cuda:0, 'y' on cuda:1"):
@@ -159,11 +147,6 @@ def test_users_add_rules(dynamo_split: Split) -> None:
 
     split = dynamo_split(lambda x: (x + 1).sin() + 1, torch.ones(3), rules=(*DEFAULT_RULES, no_sine))
     assert reasons(split) == [None, "taste: sin", None]
-
-
-def test_without_rules_nothing_is_split(dynamo_split: Split) -> None:
-    split = dynamo_split(lambda x: torch.nonzero(x) + 1, torch.ones(3), rules=(), **SCALARS)
-    assert reasons(split) == [None]
 
 
 # Symbols: which one a dimension carries, and which sizes the guards admit.
@@ -195,14 +178,6 @@ def test_a_dimension_names_its_symbol() -> None:
     assert symbol_of_dim(split.inputs, "x", 0) not in (inner, symbol_of_dim(split.inputs, "y", 1))
 
 
-def test_keyword_arguments_have_names() -> None:
-    def function(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
-        return kwargs["x"] * args[0]
-
-    _, split = traced(function, torch.rand(3), x=torch.rand(3))
-    assert "x" in [given.source_name for given in split.inputs]
-
-
 def test_an_entry_of_a_model_output_is_shown_as_users_write_it() -> None:
     outputs = pytest.importorskip("transformers.modeling_outputs")
 
@@ -220,17 +195,6 @@ def test_unknown_inputs_have_no_symbols_and_unknown_dimensions_are_refused() -> 
     assert symbol_of_dim(split.inputs, "y", 0) is None
     with pytest.raises(PartitionError, match="no dimension 1"):
         symbol_of_dim(split.inputs, "x", 1)
-
-
-def test_parameters_buffers_and_marked_inputs_are_static() -> None:
-    model = nn.BatchNorm1d(4).eval()
-    marked = torch.rand(3, 4)
-    torch._dynamo.mark_static_address(marked)
-    _, split = traced(lambda x, marked: model(x) + marked, torch.rand(3, 4), marked)
-    static = [given for given in split.inputs if given.is_static]
-    assert len(static) == 5
-    assert [given.source_name for given in static if given.source_name] == ["marked"]
-    assert [given.source_name for given in split.inputs if not given.is_static and given.source_name] == ["x"]
 
 
 def guards_of(gm: fx.GraphModule) -> GuardedSymbols:

@@ -36,7 +36,7 @@ from tests.unit.saved.stack import (
     example,
     stack,
 )
-from tests.unit.saved.starts import STARTS, assert_loaded, started
+from tests.unit.saved.starts import STARTS, assert_loaded, start, started
 
 
 def missed(fast: Any) -> str:
@@ -57,6 +57,14 @@ def test_a_process_loads_what_another_one_saved(kinds: Sequence[str], tmp_path: 
     saved, loaded = (started("aot_eager", tmp_path, kinds, PYTHONHASHSEED=seed) for seed in "78")
     for kind in kinds:
         assert_loaded(kind, saved[kind], loaded[kind])
+
+
+@SAVES_AOT_EAGER
+@pytest.mark.parametrize("kind", ["made", "causal_lm", "encoder"])
+def test_a_start_in_one_process_loads_what_another_one_saved(kind: str, tmp_path: Path) -> None:
+    saved = start(kind, "aot_eager", tmp_path)
+    torch.compiler.reset()
+    assert_loaded(kind, saved, start(kind, "aot_eager", tmp_path))
 
 
 @pytest.mark.parametrize(

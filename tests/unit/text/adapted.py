@@ -134,14 +134,6 @@ class Adapted:
     def addresses(self) -> list[int]:
         return [t.data_ptr() for layer in self.adapters.layers.values() for t in (layer.lora_a, layer.lora_b)]
 
-    def hits(self) -> dict[int, int]:
-        """{adapter count of a key: batches}."""
-        found: dict[int, int] = {}
-        for key in self.manager.stats().keys:
-            count = key.captured.descriptor.num_active_loras
-            found[count] = found.get(count, 0) + key.replays
-        return found
-
 
 def mixes(names: Sequence[str]) -> list[list[str | None]]:
     """None, each alone, all at once, each beside none, and random ones; of every size from 1 to the largest."""

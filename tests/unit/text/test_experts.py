@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphpass.errors import OptionError, ShapeError
 from graphpass.text import experts as experts_op
-from graphpass.text.experts import HUGGING_FACE_NAME, compute_experts_by_token, expert_linear, products_by_blocks
+from graphpass.text.experts import HUGGING_FACE_NAME, compute_experts_by_token, expert_linear
 
 
 def hf() -> Any:
@@ -93,15 +92,6 @@ def test_no_token_and_numbers_out_of_range(linear: Linear) -> None:
     torch.testing.assert_close(linear(x, experts + 3, weight, bias, transposed), nearest, **CLOSE)
     with pytest.raises(ShapeError, match="does not fit its weights"):
         linear(x[:3], experts, weight, bias, transposed)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_blocks_need_no_data_on_the_host(shape: tuple[int, ...]) -> None:
-    tokens, top_k, count, inside, outside = shape
-    with FakeTensorMode():  # a read of data is an error
-        rows, weight = torch.empty(tokens * top_k, inside), torch.empty(count, outside, inside)
-        chosen = torch.empty(tokens * top_k, dtype=torch.int64)
-        assert products_by_blocks(rows, chosen, weight, False).shape == (tokens * top_k, outside)
 
 
 # -- modules of transformers -----------------------------------------------------------------------------------------

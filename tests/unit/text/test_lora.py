@@ -30,7 +30,6 @@ from tests.unit.text.adapted import (
     Adapter,
     Merged,
     Mlp,
-    adapters_of,
     key_kinds,
     mixes,
 )
@@ -60,28 +59,6 @@ def check_every_mix(max_loras: int, mode: str, kind: str, compiler: str) -> None
 @pytest.mark.parametrize(("max_loras", "mode", "kind", "compiler"), pairwise())
 def test_every_mix_is_the_merged_model(max_loras: int, mode: str, kind: str, compiler: str) -> None:
     check_every_mix(max_loras, mode, kind, compiler)
-
-
-# -- keys ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("kind", "hits"),
-    [
-        ("per_count-without", {0: 1, 1: 1, 2: 1, 4: 1}),
-        ("per_count-always", {1: 2, 2: 1, 4: 1}),
-        ("any-without", {0: 1, 4: 3}),
-        ("any-always", {4: 4}),
-    ],
-)
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_a_batch_replays_the_key_of_its_count(mode: str, kind: str, hits: Mapping[int, int]) -> None:
-    adapted = Adapted(mode, key_kinds(3)[kind], sizes=[8])
-    for count in range(4):
-        adapted.check([None, *NAMES[:count]])
-    assert adapted.hits() == hits
-    assert not adapted.manager.stats().fallbacks
-    adapted.manager.close()
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "NONE"])
@@ -156,36 +133,30 @@ def test_more_adapters_than_slots_are_refused() -> None:
         adapted.adapters.of_rows(["b"])
 
 
-@pytest.mark.parametrize(("given", "factor"), [({}, 1.0), ({"scaling": 0.5}, 0.5), ({"alpha": 3.0}, 1.5)])
-def test_scales(given: Mapping[str, float], factor: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "given", "factor"),
+    [
+        (None, {}, 1.0),
+        (None, {"scaling": 0.5}, 0.5),
+        ("base_model.model.{}.lora_{}.weight", {"alpha": 3.0}, 1.5),
+        ("{}.lora_{}.default.weight", {"alpha": 3.0}, 1.5),
+    ],
+)
+def test_weights_come_in_pairs_or_named_as_peft_names_them_and_are_scaled(
+    name: str | None, given: Mapping[str, float], factor: float
+) -> None:
     model = Mlp()
     pairs = Adapter.random(model, ("up", "down"), 2, seed=1).pairs
+    named = {name.format(path, "AB"[at]): pair[at] for path, pair in pairs.items() for at in (0, 1)} if name else pairs
     merged = Adapter(pairs, factor).merged(model)
     adapters = LoraAdapters(model, ("up", "down"), max_loras=1, max_rank=2)
-    adapters.load("a", pairs, **given)
+    adapters.load("a", named, **given)
     x = torch.randn(3, WIDTH)
     with torch.no_grad():
         torch.testing.assert_close(adapters.wrap(model)(x=x, **adapters.of_rows(["a"] * 3).inputs), merged(x))
     adapters.unload("a")
     with pytest.raises(OptionError, match="two scales"):
         adapters.load("a", pairs, alpha=1.0, scaling=1.0)
-
-
-@pytest.mark.parametrize("name", ["base_model.model.{}.lora_{}.weight", "{}.lora_{}.default.weight"])
-def test_state_dicts_in_the_naming_of_peft(name: str) -> None:
-    model = Mlp()
-    adapter = adapters_of(model)["a"]
-    state = {
-        name.format(path, which): tensor
-        for path, pair in adapter.pairs.items()
-        for which, tensor in zip("AB", pair, strict=True)
-    }
-    merged = adapter.merged(model)
-    adapters = LoraAdapters(model, ("up", "down"), max_loras=1, max_rank=MAX_RANK)
-    adapters.load("a", state, alpha=adapter.scaling * MAX_RANK)
-    x = torch.randn(3, WIDTH)
-    with torch.no_grad():
-        torch.testing.assert_close(adapters.wrap(model)(x=x, **adapters.of_rows(["a"] * 3).inputs), merged(x))
 
 
 GOOD = (torch.ones(2, WIDTH), torch.ones(8, 2))
@@ -224,52 +195,58 @@ def test_weights_that_do_not_fit_are_refused_and_nothing_is_written(
     adapters.load("a", {"up": GOOD})
 
 
+HOOKS = r"up takes no adapters.*found Linear with hooks"
+
+
+def plain(model: Mlp) -> None:
+    pass
+
+
+def offloaded(model: Mlp) -> None:
+    """The layer that takes the place of an offloaded one would run with another layer's weights."""
+    WeightOffloader([model.up, *(copy.deepcopy(model.up) for _ in range(2))], num_slots=2)
+
+
+def adapted(model: Mlp) -> None:
+    LoraAdapters(model, "up", max_loras=1, max_rank=1)
+
+
 @pytest.mark.parametrize(
-    ("targets", "message"),
+    ("change", "targets", "message"),
     [
-        ((), "names no layer"),
-        (("middle",), "target 'middle' names no layer.*down, shared, up"),
-        (("dow",), "did you mean 'down'"),
-        (("own",), "names no layer"),
-        (("act",), "act takes no adapters.*found Tanh"),
-        (("shared",), "has several paths"),
+        (plain, (), "names no layer"),
+        (plain, ("middle",), "target 'middle' names no layer.*down, shared, up"),
+        (plain, ("dow",), "did you mean 'down'"),
+        (plain, ("own",), "names no layer"),
+        (plain, ("act",), "act takes no adapters.*found Tanh"),
+        (plain, ("shared",), "has several paths"),
+        (offloaded, ("up", "down"), HOOKS),
+        (
+            lambda model: nn.utils.spectral_norm(model.up),
+            ("up", "down"),
+            r"up takes no adapters.*found Linear with hooks",
+        ),
+        (lambda model: setattr(model.up, "forward", model.up.forward), ("up",), HOOKS),
+        (adapted, ("up", "down"), r"up takes no adapters.*not replaced before; found LoraLinear"),
     ],
 )
-def test_targets_that_take_no_adapters_are_refused(targets: Sequence[str], message: str) -> None:
+def test_targets_that_take_no_adapters_are_refused(
+    change: Callable[[Mlp], object], targets: Sequence[str], message: str
+) -> None:
     model = Mlp()
     model.act, shared = nn.Tanh(), nn.Linear(2, 2)
     model.first, model.second = nn.ModuleDict({"shared": shared}), nn.ModuleDict({"shared": shared})
+    change(model)
+    before = dict(model.named_modules())
     with pytest.raises(OptionError, match=message):
         LoraAdapters(model, targets, max_loras=1, max_rank=1)
-    assert type(model.up) is nn.Linear
+    assert dict(model.named_modules()) == before
 
 
-def test_limits_are_checked_and_layers_are_adapted_once() -> None:
-    model = Mlp()
-    for limits in ({"max_loras": 0}, {"max_rank": 0}, {"max_loras": True}, {"max_rank": 1.5}):
-        with pytest.raises(OptionError, match=r"max_(loras|rank) of the adapters cannot be used"):
-            LoraAdapters(model, "up", **{"max_loras": 1, "max_rank": 1, **limits})  # type: ignore[arg-type]
-    LoraAdapters(model, "up", max_loras=1, max_rank=1)
-    with pytest.raises(OptionError, match=r"up takes no adapters.*not replaced before; found LoraLinear"):
-        LoraAdapters(model, "up", max_loras=1, max_rank=1)
-
-
-@pytest.mark.parametrize(
-    "attach",
-    [
-        lambda model: WeightOffloader([model.up, *(copy.deepcopy(model.up) for _ in range(2))], num_slots=2),
-        lambda model: nn.utils.spectral_norm(model.up),
-        lambda model: setattr(model.up, "forward", model.up.forward),
-    ],
-    ids=["offloaded", "normalised", "another forward"],
-)
-def test_layers_with_hooks_are_not_replaced(attach: Callable[[Mlp], object]) -> None:
-    """The layer that takes their place would run without: an offloaded one with another layer's weights."""
-    model = Mlp()
-    attach(model)
-    with pytest.raises(OptionError, match=r"up takes no adapters.*found Linear with hooks"):
-        LoraAdapters(model, ("up", "down"), max_loras=1, max_rank=1)
-    assert type(model.up) is type(model.down) is nn.Linear
+@pytest.mark.parametrize("limits", [{"max_loras": 0}, {"max_rank": 0}, {"max_loras": True}, {"max_rank": 1.5}])
+def test_limits_are_checked(limits: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=r"max_(loras|rank) of the adapters cannot be used"):
+        LoraAdapters(Mlp(), "up", **{"max_loras": 1, "max_rank": 1, **limits})
 
 
 # -- the layer -------------------------------------------------------------------------------------------------------

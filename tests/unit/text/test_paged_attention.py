@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -130,15 +129,6 @@ def test_a_page_is_used_again_whatever_its_last_owner_left() -> None:
     run_eager(paged, [second], [5])
     run_eager(paged, [second], [1])
     assert paged.allocator.num_free == 1
-
-
-def test_arrays_do_as_well_as_lists() -> None:
-    paged = Paged(GROUPED, page_size=8)
-    table = np.array([[5, 3, 7], [4, 99, -1]], dtype=np.int32)
-    found = paged.attention.build(PagedRequests(np.array([2, 2]), np.array([9, 2]), table), None)  # type: ignore[arg-type]
-    expected = paged.attention.build(PagedRequests([2, 2], [9, 2], [[5, 3], [4]]), None)
-    assert torch.equal(found.block_tables, expected.block_tables)
-    assert torch.equal(found.slot_mapping, expected.slot_mapping)
 
 
 @pytest.mark.parametrize("key", [None, uniform_key(4)], ids=["eager", "FULL"])

@@ -58,34 +58,23 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 @pytest.mark.usefixtures("flash")
+@pytest.mark.parametrize("page_size", [4, 32], ids=["small pages", "pages of whole sequences"])
 @pytest.mark.parametrize("heads", PLAIN_HEADS, ids=str)
-def test_packed_keys(heads: Heads) -> None:
-    paged = Paged(heads, support=AttentionSupport.ALWAYS)
+def test_keys_are_packed_or_read_in_place(heads: Heads, page_size: int) -> None:
+    """Of prompts, decode and drafts, in keys and eagerly; the free positions of pages are NaN."""
+    paged = Paged(heads, page_size=page_size, num_pages=160 // page_size + 1, support=AttentionSupport.ALWAYS)
     requests = [paged.begin() for _ in range(3)]
-    key = BatchDescriptor(20, num_reqs=6)
+    mixed = BatchDescriptor(20, num_reqs=6)
     for query_lens in STEPS:
         step, tensors = paged.grow(requests, query_lens)
-        eager, full = paged.attention.build(step, None), paged.attention.build(step, key)
         is_uniform = len(set(query_lens)) == 1
-        assert (kind_of(eager), kind_of(full)) == ("batched" if is_uniform else "packed", "packed")
-        for metadata, num_rows in ((eager, 20), (full, 20)):
-            assert_right(run(paged, tensors, metadata, num_rows), tensors)
-
-
-@pytest.mark.usefixtures("flash")
-@pytest.mark.parametrize("heads", PLAIN_HEADS, ids=str)
-def test_keys_in_place(heads: Heads) -> None:
-    """Pages of whole sequences, whose free positions are NaN: of prompts, decode and drafts, in keys and eagerly."""
-    paged = Paged(heads, page_size=32, num_pages=6, support=AttentionSupport.ALWAYS)
-    requests = [paged.begin() for _ in range(3)]
-    for query_lens in STEPS:
-        step, tensors = paged.grow(requests, query_lens)
-        of_keys: list[BatchDescriptor | None] = [None, BatchDescriptor(20, num_reqs=6)]
-        if len(set(query_lens)) == 1:
+        of_keys: list[BatchDescriptor | None] = [None, mixed]
+        if is_uniform and page_size == 32:
             of_keys.append(uniform_key(5, query_lens[0]))
         for key in of_keys:
             metadata = paged.attention.build(step, key)
-            assert kind_of(metadata) == "in place"
+            kind = "in place" if page_size == 32 else "batched" if is_uniform and key is not mixed else "packed"
+            assert kind_of(metadata) == kind
             assert_right(run(paged, tensors, metadata, 20 if key is None else key.num_tokens), tensors)
 
 
@@ -249,14 +238,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_pages_of_whole_sequences_are_read_in_place() -> None:
+def test_pages_of_whole_sequences_are_read_in_place_and_keys_of_small_ones_packed_or_gathered() -> None:
     choice = chosen(page_size=64)
     assert served(choice) == {TABLES: "none", IN_PLACE: "all steps", PACKED: "none", MASKED: "none"}
     assert choice[:2] == (True, True)
-
-
-@pytest.mark.usefixtures("gpu")
-def test_keys_of_small_pages_are_packed_or_gathered() -> None:
     choice = chosen()
     assert choice[:2] == (True, False)
     assert served(choice) == {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 import graphpass as gp
 from graphpass.errors import GraphpassError, OptionError, ShapeError
-from graphpass.text import LayerMask, PageAllocator, PagedAttention, PagedLayer, PagedRequests, PositionScale
+from graphpass.text import LayerMask, PageAllocator, PagedAttention, PagedRequests, PositionScale
 from graphpass.text.paged.huggingface import HUGGING_FACE_NAME, register_with_hugging_face
 
 TEXT = {
@@ -104,27 +105,15 @@ def refused(model: Any, **changes: int) -> OptionError:
     return caught.value
 
 
-def test_what_the_layers_need_is_read_from_their_calls() -> None:
-    """Sizes, masks, scores; limits that no sequence reaches are none."""
+def test_what_the_layers_need_is_read_again_and_limits_that_no_sequence_reaches_are_none() -> None:
     sizes = {"num_pages": 20, "page_size": 4, "max_num_reqs": 4, "max_num_tokens": 40}
-    layers = {
-        name: PagedAttention.for_model(stock(name), max_seq_len=32, **sizes).cache.layers
-        for name in ("Llama4Text", "DeepseekV3", "Gemma2", "Gemma4Text", "Phimoe")
-    }
-    chunked, whole = LayerMask(chunk=5), LayerMask()
-    assert [layer.mask for layer in layers["Llama4Text"]] == [chunked, whole, chunked, whole]
-    scales = [layer.query_scale for layer in layers["Llama4Text"]]
-    assert scales == [None, PositionScale(3.0, 0.7), None, PositionScale(3.0, 0.7)]
-    model = stock("Llama4Text")
+    model, scaled = stock("Llama4Text"), PositionScale(3.0, 0.7)
     for _ in range(2):  # the second one finds the layers as the first one has set them
-        again = PagedAttention.for_model(model, max_seq_len=32, **sizes).cache.layers
-        assert [layer.query_scale for layer in again] == scales
-    assert layers["DeepseekV3"][0] == PagedLayer(4, 12, 6)
-    assert layers["Gemma2"][0] == PagedLayer(2, 16, 16, mask=LayerMask(window=5), is_plain=False)
-    assert [(layer.num_kv_heads, layer.head_dim) for layer in layers["Gemma4Text"]] == [(2, 16), (2, 24)]
-    assert {layer.mask for layer in layers["Phimoe"]} == {LayerMask(window=5)}
-    (short,) = {layer.mask for layer in PagedAttention.for_model(stock("Phimoe"), max_seq_len=5, **sizes).cache.layers}
-    assert short == whole
+        layers = PagedAttention.for_model(model, max_seq_len=32, **sizes).cache.layers
+        assert [layer.query_scale for layer in layers] == [None, scaled, None, scaled]
+    for longest, mask in ((32, LayerMask(window=5)), (5, LayerMask())):
+        layers = PagedAttention.for_model(stock("Phimoe"), max_seq_len=longest, **sizes).cache.layers
+        assert {layer.mask for layer in layers} == {mask}
 
 
 class FourPositions:
@@ -155,25 +144,34 @@ def test_a_model_with_attention_of_its_own_is_refused() -> None:
     assert "does not use the attention implementation" in str(refused(transformers.GPTNeoForCausalLM(config).eval()))
 
 
-def test_a_window_of_the_config_that_the_masks_do_not_have_is_refused() -> None:
-    """Moshi: the cache of its own generate() drops keys that its mask would show."""
-    model = stock("Llama")
-    model.config.sliding_window = 7
-    assert "are not those of its config" in str(refused(model))
-    PagedAttention.for_model(model, num_pages=20, page_size=4, max_num_reqs=4, max_num_tokens=40, max_seq_len=7)
-
-
-def test_a_model_that_runs_a_layer_twice_is_refused() -> None:
+def runs_a_layer_twice(model: Any) -> None:
     """The keys of the second run would overwrite those of the first."""
-    model = stock("Llama")
     model.model.layers[1] = model.model.layers[0]
-    assert "twice as layer 0" in str(refused(model))
 
 
-def test_a_model_that_cannot_run_on_a_row_is_refused() -> None:
-    model = stock("Llama")
+def has_a_layer_of_another_width(model: Any) -> None:
     model.model.layers[0].mlp = torch.nn.Linear(8, 8)
-    assert "does not run on a row of tokens" in str(refused(model))
+
+
+def has_a_window_in_its_config(model: Any) -> None:
+    """Moshi: the cache of its own generate() drops keys that its mask would show."""
+    model.config.sliding_window = 7
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (runs_a_layer_twice, "twice as layer 0"),
+        (has_a_layer_of_another_width, "does not run on a row of tokens"),
+        (has_a_window_in_its_config, "are not those of its config"),
+    ],
+)
+def test_a_model_that_cannot_be_paged_is_refused(change: Callable[[Any], None], message: str) -> None:
+    model = stock("Llama")
+    change(model)
+    assert message in str(refused(model))
+    if change is has_a_window_in_its_config:
+        PagedAttention.for_model(model, num_pages=20, page_size=4, max_num_reqs=4, max_num_tokens=40, max_seq_len=7)
 
 
 def test_a_layer_that_scales_queries_by_row_is_refused_without_for_model() -> None:

@@ -154,15 +154,6 @@ def test_what_is_no_end_token_is_refused() -> None:
         Request.of("a", [1], 1, "</s>")
 
 
-@pytest.mark.parametrize(
-    ("reqs", "tokens", "words"),
-    [(0, 8, "max_num_reqs"), (9, 8, "max_num_tokens is too small"), (True, 8, "max_num_reqs")],
-)
-def test_limits_are_checked(reqs: int, tokens: int, words: str) -> None:
-    with pytest.raises(OptionError, match=words):
-        make_scheduler(reqs=reqs, tokens=tokens)
-
-
 # -- for any requests ------------------------------------------------------------------------------------------------
 
 

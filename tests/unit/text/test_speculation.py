@@ -201,18 +201,21 @@ def test_steps_with_drafts_do_not_run_ahead() -> None:
 
 
 @pytest.mark.parametrize(
-    ("draft_tokens", "words"),
+    ("sizes", "words"),
     [
-        (-1, "draft_tokens is not valid"),
-        (True, "draft_tokens is not valid"),
-        (1.5, "draft_tokens is not valid"),
-        (2, "max_num_tokens is too small"),
+        ({"max_num_reqs": 0}, "max_num_reqs"),
+        ({"max_num_reqs": True}, "max_num_reqs"),
+        ({"max_num_reqs": 9}, "max_num_tokens is too small"),
+        ({"draft_tokens": -1}, "draft_tokens is not valid"),
+        ({"draft_tokens": True}, "draft_tokens is not valid"),
+        ({"draft_tokens": 1.5}, "draft_tokens is not valid"),
+        ({"draft_tokens": 2}, "max_num_tokens is too small"),
     ],
 )
-def test_the_budget_holds_all_drafts(draft_tokens: Any, words: str) -> None:
-    sizes = {"page_size": 4, "max_num_reqs": 3, "max_num_tokens": 8, "max_seq_len": 16}
+def test_the_budget_holds_all_requests_and_drafts(sizes: dict[str, Any], words: str) -> None:
+    given = {"page_size": 4, "max_num_reqs": 3, "max_num_tokens": 8, "max_seq_len": 16, **sizes}
     with pytest.raises(OptionError, match=words):
-        Scheduler(CheckedPages(4), **sizes, draft_tokens=draft_tokens)
+        Scheduler(CheckedPages(4), **given)
 
 
 # Guesses out of a text's own past, against a search from the definition.
