@@ -310,13 +310,14 @@ class TowerAdapter(SupportsEncoderCudaGraph):
 
 
 def _row_shapes(tower: Any, has_grids: bool) -> list[tuple[int, ...]]:
-    """The shape of an image, or those that a patch may have by the weight that embeds it."""
+    """The shape of an image, or those that a patch may have by the weights that embed it."""
     if not has_grids:
         side = tower.config.image_size
         return [(getattr(tower.config, "num_channels", 3), *((side, side) if isinstance(side, int) else side))]
-    embed = next((part for part in tower.modules() if isinstance(part, nn.Conv2d | nn.Conv3d | nn.Linear)), None)
-    shape = () if embed is None else tuple(embed.weight.shape[1:])
-    return list(dict.fromkeys([(math.prod(shape),), shape]))
+    kinds: tuple[Any, ...] = ((nn.Conv2d, nn.Conv3d), nn.Linear)
+    firsts = (next((module for module in tower.modules() if isinstance(module, kind)), None) for kind in kinds)
+    shapes = [tuple(module.weight.shape[1:]) for module in firsts if module is not None]
+    return list(dict.fromkeys(of for shape in shapes for of in ((math.prod(shape),), shape)))
 
 
 def takes_grids(tower: nn.Module) -> bool:
