@@ -350,7 +350,7 @@ class AutoDispatcher:
             return self._graphs.run_key(context, args, is_cut=is_cut)
         # PIECEWISE without permission must replay as a whole: else some regions would have run before one is refused.
         is_full = self._rules.mode is CUDAGraphMode.FULL
-        plan = None if is_full else self._graphs.plan_at(key.descriptor, args)
+        plan = None if is_full else self._graphs.plans.serving(key.descriptor, args)
         if is_full or plan is not None:
             try:
                 return self._graphs.run_key(context, args, is_cut=is_cut, plan=plan)

@@ -288,9 +288,9 @@ class ExactGraphs(RecurringSizes):
         of_regions = self._graphs.entries_at(self._mode, key.descriptor)
         latest = [entries[-1] for entries in of_regions if entries]
         rows, group = self._rows(key.sizes)
-        if calls is not None:
-            self.count_calls(key.descriptor, calls, group, rows)
         replayed, run = self.times_of(group)
+        if calls is not None:
+            self._ran[key.descriptor] = calls, replayed, rows
         timed = functools.partial(_sum_of, [entry.seconds for entry in latest])
         if self._ranks is None:
             replayed.add(rows, timed if self._is_timed else lambda: rows)

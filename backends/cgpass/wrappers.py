@@ -78,7 +78,8 @@ class CallableGraphs:
             input_names=[given.shown for given in partition.inputs],
             policy=policy,
         )
-        self._plans = ReplayPlans(name, partition, self._callees, runtime, self.static)
+        #: of the PIECEWISE graphs
+        self.plans = ReplayPlans(name, partition, self._callees, runtime, self.static)
 
     def wrappers(self, mode: CUDAGraphMode) -> Sequence[CUDAGraphWrapper]:
         """The wrappers that have the graphs of a key of this mode."""
@@ -93,10 +94,6 @@ class CallableGraphs:
     def replays(self, descriptor: BatchDescriptor) -> list[Row]:
         """The counts of a key's replays, for each wrapper."""
         return [wrapper.replays(descriptor) for wrapper in (self.full, *self.wrappers(CUDAGraphMode.PIECEWISE))]
-
-    def plan_at(self, descriptor: BatchDescriptor, args: Sequence[Any]) -> ReplayPlan | None:
-        """The plan that replays all PIECEWISE graphs of a key for these arguments; None if there is none."""
-        return self._plans.serving(descriptor, args)
 
     def run_key(
         self, context: ForwardContext, args: Sequence[Any], *, is_cut: bool, plan: ReplayPlan | None = None
@@ -137,7 +134,7 @@ class CallableGraphs:
         try:
             if not clones:  # inputs may be outputs of the last forward
                 args = tuple(lease.without_stale(args, self.staged))
-            plan = plan or self._plans.serving(descriptor, args)
+            plan = plan or self.plans.serving(descriptor, args)
             if plan is not None:
                 plan.check(args, context)
                 outputs = plan.run(args, lease)
@@ -145,7 +142,7 @@ class CallableGraphs:
                 first = len(lease.forward_entries)
                 outputs = self.stitched(*args)
                 if not self._policy.compare:  # comparison with eager runs region by region, without a plan
-                    plan = self._plans.add(descriptor, args, lease.forward_entries[first:])
+                    plan = self.plans.add(descriptor, args, lease.forward_entries[first:])
             flat = self.flat(outputs)
             pool = lease.forward_storages
             # guard: piecewise_outputs_cloned

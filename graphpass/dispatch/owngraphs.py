@@ -311,10 +311,6 @@ class RecurringSizes:
             found = self._times[group] = Times(is_proportional=True), run
         return found
 
-    def count_calls(self, key: Hashable, calls: Row, group: tuple[int, ...], rows: int) -> None:
-        """Read the number of a key's calls from ``calls``."""
-        self._ran[key] = calls, self.times_of(group)[0], rows
-
     def size_of(self, real: tuple[int, ...], group: tuple[int, ...], rows: int, key_rows: int) -> RecurringSize:
         """The record of the calls with these sizes, which a key of ``key_rows`` rows serves."""
         size = self._sizes.get(real)

@@ -35,7 +35,7 @@ class PaddedInputs:
 class RealInputs:
     """The inputs at one real size in one padded shape: fills the buffers with batches, and copies writes back."""
 
-    def __init__(self, buffers: InputBuffers, sizes: Sizes, padded: PaddedInputs, args: list[Any]) -> None:
+    def __init__(self, buffers: InputBuffers, sizes: Sizes, padded: PaddedInputs, args: Sequence[Any] = ()) -> None:
         self.sizes, self.padded = sizes, padded  #: the real size of each key field, and the buffers at the padded shape
         self._buffers, self._args = buffers, args
         with torch.inference_mode(False), torch.no_grad():
@@ -44,7 +44,7 @@ class RealInputs:
         self._fit: Callable[..., bool] | None = None
         self._copies: Copies | None = None
 
-    def placed(self, _: object) -> list[Any]:
+    def placed(self, _: object) -> Sequence[Any]:
         """The flat arguments of the graph at the padded shape."""
         return self._args
 
@@ -155,10 +155,6 @@ class InputBuffers(PaddedMemory[str]):
     def pad_always(self, names: Iterable[str]) -> None:
         """Write the padding of these inputs again in every step, because the model writes to it."""
         self._computed.update(names)
-
-    def real(self, sizes: Sizes, padded: PaddedInputs, args: list[Any] | None = None) -> RealInputs:
-        """The inputs of batches of ``sizes`` in the buffers at a padded shape; ``args`` are those of its graph."""
-        return RealInputs(self, sizes, padded, args or [])
 
     def contain(self, value: torch.Tensor) -> bool:
         """Whether a tensor lies in the memory of a buffer."""

@@ -172,7 +172,7 @@ class CapturedKeys:
         hooks, whose weights are elsewhere; and on several ranks, none of which may compile alone.
         """
         model = self._model
-        if model.used is None or model.attention is not None or model.hooks is not None or self._ranks is not None:
+        if model.saved.used is None or any(one is not None for one in (model.attention, model.hooks, self._ranks)):
             return True
         of_graphs = {id(captured.model): (key, captured) for key, captured in reversed(self._by_key.items())}
         with self._changed(()):
@@ -184,7 +184,8 @@ class CapturedKeys:
             return trees.map_tensors(lambda tensor: tensor.clone(), returned)  # the next step overwrites it
 
         self._inputs.blank()
-        return self._model.gives_saved_bits([given.clone() for given in captured.inputs.arguments.values()], run)
+        given = captured.inputs.arguments
+        return self._model.saved.gives_saved_bits(tuple(given), [one.clone() for one in given.values()], run)
 
     def estimate(self) -> MemoryEstimate:
         """Estimate the memory of all keys, see :meth:`CudaGraphManager.estimate`."""
@@ -274,7 +275,7 @@ class CapturedKeys:
 
     def step_of_sizes(self, captured: CapturedKey, sizes: Sizes, row: Row) -> ServedStep:
         """:meth:`steps_of`, which nothing remembers."""
-        inputs = self._inputs.real(sizes, captured.inputs, captured.args)
+        inputs = RealInputs(self._inputs, sizes, captured.inputs, captured.args)
         return ServedSize(inputs, StepResults.of(captured.recipe, inputs, captured.flat_of), captured.plan, row)
 
     @contextlib.contextmanager
@@ -433,7 +434,7 @@ class CapturedKeys:
         return [(mode, self._dispatcher.at_size(descriptor, num_tokens)) for mode, descriptor in alike]
 
     def _add_used(self) -> None:
-        used = () if self._model.used is None or self._ranks is not None else self._model.used.keys
+        used = () if self._model.saved.used is None or self._ranks is not None else self._model.saved.used.keys
         if not used or "num_tokens" not in self._dispatcher.capture_fields:
             return
         with replay_settings():
@@ -450,13 +451,13 @@ class CapturedKeys:
                     self._own.add(key)
 
     def _save_used(self) -> None:
-        if self._model.used is None:
+        if self._model.saved.used is None:
             return
         own = [(key, captured) for key in self._own if (captured := self._by_key.get(key)) is not None]
         # guard: saved_sizes_served
         served = [key for key, captured in own if any(known.replays for known in captured.steps.values())]
         sizes = {(mode.value, int(of.uniform), of.num_active_loras, of.num_tokens) for mode, of in served}
-        problem = self._model.used.write([(size, True) for size in sorted(sizes)])
+        problem = self._model.saved.used.write([(size, True) for size in sorted(sizes)])
         if problem is not None:
             self._runtime.warn(problem.why, problem.remedy)
 

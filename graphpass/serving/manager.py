@@ -344,7 +344,7 @@ class CudaGraphManager:
             return None
         sizes = self._sizes_of(batch)
         if batch.inputs is not None:
-            self._inputs.real(sizes, self._inputs.at(self._inputs.largest)).checked(batch.inputs)
+            RealInputs(self._inputs, sizes, self._inputs.at(self._inputs.largest)).checked(batch.inputs)
         return self._asked(batch)
 
     def _sizes_of(self, batch: Batch) -> dict[str, int]:
@@ -466,7 +466,7 @@ class CudaGraphManager:
                 key = BatchDescriptor(num_tokens, batch.num_reqs, has_lora=num_loras > 0, num_active_loras=num_loras)
                 # Inputs with a request dimension have all their rows: regions are not compiled for each count.
                 padded = self._inputs.at({**self._inputs.largest, "num_tokens": num_tokens})
-                inputs = self._inputs.real(step.sizes, padded)
+                inputs = RealInputs(self._inputs, step.sizes, padded)
                 call = partial(_uncompiled, model) if is_uncompiled else partial(_stored, model, recipe)
                 result = self._forward(step._replace(decision=replace(decision, descriptor=key)), inputs, batch, call)
                 if is_uncompiled:

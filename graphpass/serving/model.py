@@ -38,9 +38,8 @@ from graphpass.ledger import Reason
 from graphpass.options import Fallbacks, Settings
 from graphpass.paddedcalls import versions_of, written_since
 from graphpass.saved.calls import SavedCalls
-from graphpass.saved.files import UsedKeys
 from graphpass.serving.batch import AttentionMetadataBuilder, ForwardHooks
-from graphpass.serving.buffers import InputBuffers, PaddedInputs, Sizes
+from graphpass.serving.buffers import InputBuffers, PaddedInputs, RealInputs, Sizes
 from graphpass.serving.recipe import (
     FollowedSizes,
     LeafSources,
@@ -106,9 +105,10 @@ class Model:
     def recompile(self) -> None:
         """Compile the model and its module hooks again, and forget what its first run has shown."""
         function = entry_of(self._model)
-        self._saved = SavedCalls(self._model, ("model",), "cgpass", self._options, None)
+        #: Dynamo's work for calls of the model, saved with ``warm_start``
+        self.saved = SavedCalls(self._model, ("model",), "cgpass", self._options, None)
         with replay_settings():
-            self._saved.load(function, tuple(self.inputs.tensors))
+            self.saved.load(function, tuple(self.inputs.tensors))
         self.uncompiled = function  #: the model as it is
         self._entry = nnmodules.code_name(function.__code__)  # of a graph that begins where the call does
         self.compiled = torch.compile(function, backend="cgpass", options=self._options)
@@ -117,21 +117,12 @@ class Model:
         self._checked: set[Any] = set()
         self._with_saved_calls: set[Any] = set()
 
-    @property
-    def used(self) -> UsedKeys | None:
-        """The keys that recurring sizes got in an earlier process; None without ``warm_start``."""
-        return self._saved.used
-
     def save_call(self, inputs: PaddedInputs, reached: Reached) -> None:
         """Save Dynamo's work for a call with these inputs, which has reached these callables; each once."""
         new = {call.callable for call in reached} - self._with_saved_calls
         if new:  # guard: saved_calls_once
             self._with_saved_calls |= new
-            self._saved.save(entry_of(self._model), tuple(self.inputs.tensors), (), inputs.arguments)
-
-    def gives_saved_bits(self, args: Sequence[torch.Tensor], run: Callable[..., Any]) -> bool:
-        """Whether a step with these inputs has the result that was saved with it; see :class:`SavedCalls`."""
-        return self._saved.gives_saved_bits(tuple(self.inputs.tensors), args, run)
+            self.saved.save(entry_of(self._model), tuple(self.inputs.tensors), (), inputs.arguments)
 
     def find_modules(self) -> None:
         """Update :attr:`modules` to the model's current modules."""
@@ -158,7 +149,7 @@ class Model:
     def prepared(self, inputs: PaddedInputs, key: BatchDescriptor, mode: CUDAGraphMode) -> Any:
         """Reset inputs and synchronize hooks for a capture or a first run; returns metadata of example requests."""
         self.inputs.blank()  # guard: manager_blank_capture
-        self.inputs.real(inputs.sizes, inputs).fill(None)
+        RealInputs(self.inputs, inputs.sizes, inputs).fill(None)
         if self.hooks is not None:
             self.hooks.sync_prev_onload()
         return self.metadata(self.example(key), key, mode)
@@ -354,7 +345,7 @@ class Model:
     def _proved_uncompiled(self) -> ProvedUncompiled | None:
         """The proof that batches of one request may run uncompiled; None beside hooks, ranks and saved starts, too."""
         largest = self.inputs.largest
-        if self.used is not None:
+        if self.saved.used is not None:
             return None  # guard: uncompiled_unsaved
         has_one_request = self.dispatcher.max_num_reqs == 1 == largest.get("num_reqs", 1)
         if not has_one_request or largest["num_tokens"] == 1 or self.hooks is not None or self._num_ranks is not None:

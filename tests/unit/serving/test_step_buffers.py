@@ -15,7 +15,7 @@ from torch import nn
 import graphpass as gp
 from graphpass import Batch, CudaGraphManager, InputSpec
 from graphpass.errors import OptionError, ShapeError
-from graphpass.serving.buffers import InputBuffers
+from graphpass.serving.buffers import InputBuffers, RealInputs
 from graphpass.serving.recipe import Recipe, result_buffers
 from tests.unit.serving.managed import captured, sum_of_rows
 
@@ -27,7 +27,7 @@ X = InputSpec("x", (LARGEST, WIDTH), torch.float32)
 def filled(buffers: InputBuffers, inputs: Mapping[str, torch.Tensor] | None, real: int, padded: int) -> dict[str, Any]:
     """Fill with a batch of ``real`` tokens; what the model is given at ``padded``."""
     given = buffers.at({**buffers.largest, "num_tokens": padded})
-    buffers.real({**buffers.largest, "num_tokens": real}, given).fill(inputs)
+    RealInputs(buffers, {**buffers.largest, "num_tokens": real}, given).fill(inputs)
     return dict(given.arguments)
 
 
@@ -109,7 +109,7 @@ def test_two_dimensions_are_padded_together(rule: Any) -> None:
     given = buffers.at(full)
     for real in ({"num_tokens": 9, "num_reqs": 3}, {"num_tokens": 4, "num_reqs": 1}, {"num_tokens": 6, "num_reqs": 2}):
         x = torch.randn(real["num_reqs"], real["num_tokens"])
-        buffers.real(real, given).fill({"mask": x})
+        RealInputs(buffers, real, given).fill({"mask": x})
         pad = (0, LARGEST - real["num_tokens"], 0, 3 - real["num_reqs"])
         if rule == 0:
             expected = nn.functional.pad(x, pad)
