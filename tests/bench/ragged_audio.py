@@ -53,7 +53,7 @@ Call = dict[str, torch.Tensor]
 class Sound:
     """A model with its clips."""
 
-    make: Callable[[bool], Any]  #: the model, small or of its real size
+    make: Callable[..., Any]  #: the model, small or of its real size, or with other settings
     clips: Clips  #: of a batch size and a length
     per_second: float  #: entries along the length of a clip
     by_hand: Callable[[Any, Sequence[int]], BucketedRunner]
@@ -95,28 +95,28 @@ def _small(small: bool, **settings: Any) -> dict[str, Any]:
 _LAYERS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 
 
-def parakeet(small: bool) -> Any:
+def parakeet(small: bool, **sizes: int) -> Any:
     """The encoder of Parakeet, 0.6B."""
     from transformers import ParakeetEncoder, ParakeetEncoderConfig
 
-    return ParakeetEncoder(ParakeetEncoderConfig(**_small(small, **_LAYERS, subsampling_conv_channels=8)))
+    return ParakeetEncoder(ParakeetEncoderConfig(**{**_small(small, **_LAYERS, subsampling_conv_channels=8), **sizes}))
 
 
-def wav2vec2(small: bool) -> Any:
+def wav2vec2(small: bool, **sizes: int) -> Any:
     """Wav2Vec2 large, with layer norm in the convolutions."""
     from transformers import Wav2Vec2Config, Wav2Vec2Model
 
     large = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
     tiny = {**_LAYERS, "conv_dim": (16,) * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
     kind = {"feat_extract_norm": "layer", "do_stable_layer_norm": True, "conv_bias": True}
-    return Wav2Vec2Model(Wav2Vec2Config(**kind, **(tiny if small else large)))
+    return Wav2Vec2Model(Wav2Vec2Config(**{**kind, **(tiny if small else large), **sizes}))
 
 
-def wav2vec2_bert(small: bool) -> Any:
+def wav2vec2_bert(small: bool, **sizes: int) -> Any:
     """Wav2Vec2-BERT, 0.6B."""
     from transformers import Wav2Vec2BertConfig, Wav2Vec2BertModel
 
-    return Wav2Vec2BertModel(Wav2Vec2BertConfig(**_small(small, **_LAYERS)))
+    return Wav2Vec2BertModel(Wav2Vec2BertConfig(**{**_small(small, **_LAYERS), **sizes}))
 
 
 def hifi_gan(small: bool) -> Any:
@@ -183,10 +183,10 @@ SOUNDS |= {f"{name}_masked": replace(SOUNDS[name], is_masked=True) for name in l
 # -- one model --------------------------------------------------------------------------------------------------------
 
 
-def built(sound: Sound, small: bool) -> Any:
+def built(sound: Sound, small: bool, layers: int | None = None) -> Any:
     """The model with seeded weights; convolutions keep the size of what they read, as trained ones do."""
     torch.manual_seed(0)
-    model = sound.make(small).eval()
+    model = sound.make(small, **({"num_hidden_layers": layers} if layers else {})).eval()
     for part in model.modules():
         if isinstance(part, nn.Conv1d | nn.ConvTranspose1d | nn.Conv2d):
             part.reset_parameters()
@@ -211,7 +211,7 @@ def first_tensor(result: Any) -> torch.Tensor:
 def measure(name: str, dtype: torch.dtype, given: argparse.Namespace) -> dict[str, Any]:
     """The figures of one model."""
     sound, device = SOUNDS[name], gpu_or_cpu(given.small)
-    model = built(sound, given.small).to(device, dtype)
+    model = built(sound, given.small, given.layers).to(device, dtype)
     longest_s = 2 if given.small else LONGEST_S
     batches = given.smallest, 3 if given.small else LARGEST_BATCH
     calls = [moved(call, device, dtype) for call in sound.calls(given.clips, longest_s, batches)]
@@ -316,6 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--model", nargs="*", choices=SOUNDS, default=list(SOUNDS), help="default: all")
     parser.add_argument("--dtype", nargs="*", default=["float16", "float32"])
     parser.add_argument("--clips", type=int, default=60, metavar="N", help="calls in a pass")
+    parser.add_argument("--layers", type=int, metavar="N", help="of an encoder, in place of its real depth")
     parser.add_argument("--smallest", type=int, default=1, metavar="N", help="least batch: one of 1 is traced apart")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--settle", type=float, default=60, metavar="S", help="seconds for graphs of recurring sizes")
