@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from graphpass.padding.combining import hiding, softmax, weight_of
+from graphpass.padding.combining import softmax, weight_of
 from graphpass.padding.opcall import (
     HIDE_PADDING,
     MOVES,
@@ -31,7 +31,6 @@ from graphpass.padding.values import (
     cast_pad,
     is_extreme,
     is_finite,
-    is_low,
     shown,
 )
 
@@ -134,9 +133,9 @@ def _check_hidden(call: OpCall, query: PaddedValue, keys: Factors, mask: PaddedV
         places = call.places(mask, [mask.rank - 1])
         pad = mask.pad_at(places[0]) if len(places) == 1 else None
         # guard: proof_attention_bool_mask, proof_attention_mask
-        hides = pad is False if mask.dtype is torch.bool else is_low(pad)
+        hides = pad is False if mask.dtype is torch.bool else pad == -math.inf
         if hides:
-            call.assumptions.update([ALL_FINITE, *(() if pad is False else hiding(pad))])
+            call.assumptions.add(ALL_FINITE)
             return
         if not is_causal:
             contents = "" if pad is None else f" (its padding holds {getattr(pad, 'value', pad)})"

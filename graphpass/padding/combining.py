@@ -22,8 +22,6 @@ from graphpass.padding.pointwise import broadcast, entry_by_entry
 from graphpass.padding.sizes import product
 from graphpass.padding.values import (
     ALL_FINITE,
-    LOW_SCORES,
-    VISIBLE_ENTRY,
     Approximate,
     Filled,
     Pad,
@@ -33,8 +31,6 @@ from graphpass.padding.values import (
     blurred,
     by_data,
     is_finite,
-    is_low,
-    is_lowest,
     is_number,
     is_zero,
     shown,
@@ -164,7 +160,7 @@ def one(dtype: torch.dtype) -> int:
 
 
 def hidden(dtype: torch.dtype) -> float:
-    """The score that has no weight in a softmax; other low ones have none beside scores that are not."""
+    """The score that has no weight in a softmax."""
     return -math.inf
 
 
@@ -179,7 +175,7 @@ def greatest(dtype: torch.dtype) -> float | int:
 
 
 def _is_neutral(neutral: Neutral, pad: Pad | None, dtype: torch.dtype) -> bool:
-    return is_number(pad) and (pad == neutral(dtype) or (neutral is hidden and is_low(pad)))  # guard: proof_low_maximum
+    return is_number(pad) and pad == neutral(dtype)
 
 
 def reduces(neutral: Neutral | None, over: Dims = named_dims, what: str = "") -> PaddingRule:
@@ -220,8 +216,6 @@ def _require_neutral(
         if not known:
             remedy = HIDE_PADDING if neutral is not None else _SUMS if call.name in _FROM_SUMS else ""
             raise call.refuse_place(value, place, what or f"{call.name.strip('_')} over", remedy)
-        if is_low(pad):
-            call.assumptions.update(hiding(pad))
     return places
 
 
@@ -238,13 +232,6 @@ def _of_rows(name: str, pad: Pad | None) -> Pad | None:
     if name == "sum" and is_zero(pad):
         return 0
     return Approximate.FINITE
-
-
-def hiding(pad: Pad | None) -> tuple[str, ...]:
-    """On what it depends that scores of ``pad``, which are low, have no weight in a softmax."""
-    if pad == -math.inf:
-        return ()
-    return (VISIBLE_ENTRY,) if is_lowest(pad) else (VISIBLE_ENTRY, LOW_SCORES)
 
 
 def extremes(neutral: Neutral) -> PaddingRule:
@@ -273,16 +260,16 @@ def softmax(call: OpCall) -> PaddedValue:
     places = _require_neutral(call, value, named_dims(call, value), hidden)
     pads = {at: weight_of(call.name, value.pad_at(at), is_along=at in places) for at in call.places(value)}
     call.assumptions.update([ALL_FINITE] if places else [])  # guard: proof_rows_of_nan
-    rows = frozenset(at for at in places if pads[at] == 0 and value.pad_at(at) == -math.inf)
+    rows = frozenset(at for at in places if pads[at] == 0)
     return PaddedValue(value.factors, rows=rows).with_pads(pads)
 
 
 def weight_of(name: str, score: Pad | None, *, is_along: bool = False) -> Pad | None:
-    """What a softmax makes of entries of ``score``, or of low ones beside others along its dimension (``is_along``)."""
+    """What a softmax makes of entries of ``score``, or of hidden ones along its dimension (``is_along``)."""
     is_log, seen = "log_" in name, shown(score)
     if is_along:
         # guard: proof_logarithm_of_zero
-        return 0.0 if not is_log else Approximate.NOT_FINITE if score == -math.inf else None
+        return Approximate.NOT_FINITE if is_log else 0.0
     hidden = name == "_safe_softmax" and seen == -math.inf
     if seen is not None:
         # guard: proof_hidden_rows

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
@@ -22,7 +21,7 @@ from graphpass.padding.proof import InputsOf, decided, findings_of_results
 from graphpass.padding.repairs import repairs_of
 from graphpass.padding.sizes import Sizes
 from graphpass.padding.table import rule_for
-from graphpass.padding.values import ALL_FINITE, TensorShape
+from graphpass.padding.values import TensorShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,24 +42,19 @@ class Asked:
         """Whether these key fields can be padded together in the graph as it is, and nothing else is asked for."""
         if any(node.op.startswith(ZERO_PADDING) for node in graph.nodes):
             return False
-        return not self._walked(graph, fields)[1]
+        return not self._findings(graph, fields)
 
     def are_proved(self, graph: AtenGraph, count: int) -> bool:
         """Whether so many key fields can be padded together in the graph as it is, earlier ones first."""
         accepted, left = list[str](), list(self.fields.values())
         while left and len(accepted) + len(left) >= count:
             tried = [*accepted, left.pop(0)]
-            accepted = accepted if self._walked(graph, tried)[1] else tried
+            accepted = accepted if self._findings(graph, tried) else tried
         return len(accepted) >= count
 
-    def is_safe(self, graph: AtenGraph, fields: Collection[str]) -> bool:
-        """Whether these key fields can be padded in the graph as it is, for any contents of real entries."""
-        run, findings = self._walked(graph, fields)
-        return not findings and run.assumptions <= {ALL_FINITE}  # guard: made_fills_assume_nothing
-
-    def _walked(self, graph: AtenGraph, fields: Collection[str]) -> tuple[Interpretation, tuple[PaddingFinding, ...]]:
+    def _findings(self, graph: AtenGraph, fields: Collection[str]) -> tuple[PaddingFinding, ...]:
         sizes = Sizes({symbol: field for symbol, field in self.fields.items() if field in fields})
-        return self.answer(Walk(graph, sizes, frozenset()), sizes, graph)
+        return self.answer(Walk(graph, sizes, frozenset()), sizes, graph)[1]
 
 
 def made(graph: AtenGraph, asked: Asked, recorded: Mapping[int, fx.Node]) -> Made | None:
@@ -106,14 +100,14 @@ _MOST_FILLED = 3
 def fills(
     graph: AtenGraph,
     repaired: Made,
-    asked: Callable[[Mapping[int, float | int | bool]], Asked],
+    asked: Callable[[Mapping[int, int | bool]], Asked],
     can_fill: Collection[int],
-) -> Mapping[int, float | int | bool]:
+) -> Mapping[int, int | bool]:
     """What the padding of inputs gets so that a graph needs no repairs; nothing if no such fills are found.
 
-    A fill costs nothing: the buffer of an input is filled anyway. Tried are inputs that a repair reads through
-    operators that move entries or take each by itself, one by one and then together. Padding of other floats repeats
-    real entries, which may be infinite, and zero times infinity is NaN: then repairs are better.
+    A fill costs nothing: the buffer of an input is filled anyway. Tried are masks that a repair reads through
+    operators that move entries or take each by itself, one by one and then together. Padding of floats repeats real
+    entries, which may be infinite, and zero times infinity is NaN: beside such inputs repairs are better.
 
     Args:
         graph: the graph as it is.
@@ -121,46 +115,36 @@ def fills(
         asked: the question, with what the padding of some inputs holds.
         can_fill: positions of the inputs whose padding is not yet decided.
     """
-    tried: dict[int, list[float | int | bool]] = {}
-    for position in _read_by_repairs(repaired.graph):
-        shape = graph.inputs[position]
-        if position in can_fill and isinstance(shape, TensorShape):
-            is_float = shape.dtype.is_floating_point
-            tried[position] = [-math.inf] if is_float else [False, True] if shape.dtype is torch.bool else [0]
-    if len(tried) > _MOST_FILLED:
-        return {}
     sizes = Sizes(asked({}).fields)
-    floats = {
-        position
-        for position, shape in enumerate(graph.inputs)
-        if position in can_fill and isinstance(shape, TensorShape) and shape.dtype.is_floating_point
-        if any(map(sizes.padded, shape.sizes))
+    free = {at: graph.inputs[at] for at in can_fill}
+    padded = {at: s.dtype for at, s in free.items() if isinstance(s, TensorShape) and any(map(sizes.padded, s.sizes))}
+    tried: dict[int, list[int | bool]] = {
+        position: [False, True] if padded[position] is torch.bool else [0]
+        for position in _read_by_repairs(repaired.graph)
+        if position in padded
     }
+    # guard: made_fills_beside_floats
+    if len(tried) > _MOST_FILLED or any(dtype.is_floating_point for dtype in padded.values()):
+        return {}
     alone = [{position: fill} for position, numbers in tried.items() for fill in numbers]
     together = [{position: numbers[0] for position, numbers in tried.items()}] if len(tried) > 1 else []
     for one in (*alone, *together):
-        if floats <= one.keys() and asked(one).is_safe(graph, repaired.fields):  # guard: made_fills_beside_floats
+        if asked(one).is_proved(graph, repaired.fields):
             return one
     return {}
 
 
 def _read_by_repairs(graph: AtenGraph) -> list[int]:
-    """The inputs that selections read; floats only where they are added to others, as a bias is."""
-    first, found = len(graph.inputs), dict[int, None]()
-    seen: set[tuple[int, bool]] = set()
-    left = [(at, False) for at, node in enumerate(graph.nodes, first) if node.op == NEUTRAL]
+    """The inputs that selections read."""
+    first, seen = len(graph.inputs), set[int]()
+    left = [at for at, node in enumerate(graph.nodes, first) if node.op == NEUTRAL]
     while left:
-        at, is_added = left.pop()
-        if (at, is_added) in seen:
-            continue
-        seen.add((at, is_added))
-        if at < first:
-            shape = graph.inputs[at]
-            if isinstance(shape, TensorShape) and (is_added or not shape.dtype.is_floating_point):
-                found[at] = None
-            continue
-        node = graph.nodes[at - first]
-        if node.op == NEUTRAL or base_name(node.op) in MOVES or rule_for(node.op) in (entry_by_entry, cast):
-            is_added |= base_name(node.op) == "add"
-            left += [(operand, is_added) for operand in references(node.arguments)]
-    return sorted(found)
+        at = left.pop()
+        node = graph.nodes[at - first] if at >= first else None
+        moves = node and (
+            node.op == NEUTRAL or base_name(node.op) in MOVES or rule_for(node.op) in (entry_by_entry, cast)
+        )
+        if node and moves and at not in seen:
+            left += references(node.arguments)
+        seen.add(at)
+    return sorted(at for at in seen if at < first)

@@ -26,7 +26,6 @@ from graphpass.padding.sizes import Sizes, product
 from graphpass.padding.table import FILLING, rule_for
 from graphpass.padding.values import (
     ALL_FINITE,
-    LOW_SCORES,
     Approximate,
     PaddedValue,
     Place,
@@ -136,7 +135,7 @@ class Making(Walk):
         ref = self._add(node)
         new, self._assumptions = self._assumptions, before | self._assumptions
         value = self._values[ref.index]
-        if isinstance(value, PaddedValue) and not new.isdisjoint({ALL_FINITE, LOW_SCORES}):
+        if isinstance(value, PaddedValue) and ALL_FINITE in new:
             known = value.pads if is_repaired else {}  # guard: made_without_assumptions
             # guard: made_rows_of_nan
             self._values[ref.index] = value.with_pads(known | dict.fromkeys(value.rows, Approximate.NOT_FINITE))

@@ -27,7 +27,6 @@ from graphpass.padding.values import (
     cast_pad,
     evaluated,
     is_finite,
-    is_lowest,
     is_number,
     is_zero,
 )
@@ -190,8 +189,6 @@ def _absorbed(call: OpCall, pads: Mapping[str, Pad | None]) -> Pad | None:
         return _logical(call, first, second, absorbing=False)  # guard: proof_conjunction
     if name in ("logical_or", "bitwise_or", "__or__"):
         return _logical(call, first, second, absorbing=True)  # guard: proof_disjunction
-    if name in ("add", "sub"):
-        return _lowered(call, first, second, both=name == "add")
     return None
 
 
@@ -212,18 +209,6 @@ def _logical(call: OpCall, first: Pad | None, second: Pad | None, *, absorbing: 
     if call.name.startswith("bitwise") and any(value.dtype is not torch.bool for value in truths):
         return 0 if not absorbing and (is_zero(first) or is_zero(second)) else None
     return absorbing if any(is_number(pad) and bool(pad) is absorbing for pad in (first, second)) else None
-
-
-def _lowered(call: OpCall, first: Pad | None, second: Pad | None, *, both: bool) -> Pad | None:
-    """Scores plus a mask: the lowest entries stay as they are."""
-    low, other = (first, second) if is_lowest(first) else (second, first)
-    # guard: proof_subtracted_mask
-    if call.argument("alpha", default=1) != 1 or not is_lowest(low) or (not both and low is not first):
-        return None
-    if is_number(other) or not is_finite(other):
-        return None
-    call.assumptions.update([ALL_FINITE] if other is None else [])
-    return low
 
 
 def _evaluated(call: OpCall, pads: Mapping[str, Pad | None]) -> Pad | None:

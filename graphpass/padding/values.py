@@ -26,8 +26,6 @@ Place: TypeAlias = tuple[int, int]
 """A factor of a tensor: (dimension, position among the factors of that dimension)."""
 
 ALL_FINITE = "padding is finite, also in intermediate results"
-VISIBLE_ENTRY = "every real row of a softmax has a visible real entry"
-LOW_SCORES = "attention scores are small beside the mask's -1e4"
 
 
 _LARGEST_SQUARED = math.sqrt(torch.finfo(torch.float32).max)
@@ -158,16 +156,6 @@ class PaddedValue:
     def adds_nothing(self, place: Place) -> bool:
         """Whether padding along a factor changes no sum of products along it: it is zero, or NaN where that is."""
         return is_zero(self.pad_at(place)) or place in self.rows
-
-
-def is_low(pad: Pad | None) -> bool:
-    """Whether a score of ``pad`` has zero weight in a softmax beside small ones."""
-    return isinstance(pad, float) and pad <= -1e4
-
-
-def is_lowest(pad: Pad | None) -> bool:
-    """Whether ``pad`` is so low that no score changes it, as -inf and the least numbers of wide types are."""
-    return isinstance(pad, float) and pad <= -1e30
 
 
 def is_number(pad: Pad | None) -> bool:

@@ -51,12 +51,12 @@ CAUSAL = [
     P("attention to what follows", "b+ s-", lambda x: scores(x).masked_fill(~lower(x).T, -INF).softmax(-1) @ x),
     P(
         "causal by an upper triangle",
-        "b+ s+",
+        "b+ s~",
         lambda x: (scores(x) + torch.full((x.shape[1],) * 2, -INF).triu(1)).softmax(-1) @ x,
     ),
     P(
         "causal, itself hidden as well",
-        "b+ s+",
+        "b+ s~",
         lambda x: (scores(x) + torch.full((x.shape[1],) * 2, -1e35).triu(0)).softmax(-1)[:, 1:],
     ),
     P(
@@ -124,7 +124,7 @@ CAUSAL = [
         "b+ s-",
         lambda x: scores(x).where((positions(x)[:, None] - positions(x)).abs() < 2, -INF).softmax(-1) @ x,
     ),
-    P("causal and masked", "b+ s+", lambda x, m: scores(x).where(lower(x) & m[:, None], LEAST).softmax(-1) @ x),
+    P("causal and masked", "b+ s~", lambda x, m: scores(x).where(lower(x) & m[:, None], LEAST).softmax(-1) @ x),
     P("causal or masked", "b+ s-", lambda x, free: scores(x).where(lower(x) | free[:, None], LEAST).softmax(-1) @ x),
     P("prefix seen by all", "b+ s~", lambda x: scores(x).where(lower(x) | (positions(x) < 2), LEAST).softmax(-1) @ x),
     P(

@@ -238,15 +238,13 @@ def test_equal_layers_are_interpreted_once(num_layers: int, monkeypatch: pytest.
 
 def test_declared_padding_reaches_later_regions() -> None:
     def masked(x: Tensor, mask: Tensor) -> Tensor:
-        hidden = (1 - mask[:, None, :].float()) * torch.finfo(torch.float32).min
-        return cut(F.scaled_dot_product_attention(cut(x), x, x, attn_mask=hidden))
+        return cut(F.scaled_dot_product_attention(cut(x), x, x, attn_mask=mask[:, None, :].bool()))
 
     mask = torch.ones(3, 5, dtype=torch.int64)
     fields = {"mask.0": "x.0", "mask.1": "x.1"}
     splitting_ops = ("paddingtest::cut", "torch.nn.functional.scaled_dot_product_attention")
     proof = Prover(splitting_ops, declared={"mask": 0}, fields=fields).prove(masked, X, mask)
     assert verdicts(proof) == {"x.0": PROVED, "x.1": PROVED}
-    assert any("visible real entry" in assumption for assumption in proof.assumptions)
     proof = Prover(splitting_ops, declared={"mask": 1}, fields=fields).prove(masked, X, mask)
     assert verdicts(proof) == {"x.0": PROVED, "x.1": UNPROVED}
 
