@@ -183,13 +183,7 @@ def _absorbed(call: OpCall, pads: Mapping[str, Pad | None]) -> Pad | None:
     first = _operand(call, pads, "self", "a", "input", "x")
     second = _operand(call, pads, "other", "b", "min")
     name = call.name
-    if name in ("mul", "div", "true_divide"):
-        return _zero_times(call, first, second, name == "mul")
-    if name in ("logical_and", "bitwise_and", "__and__"):
-        return _logical(call, first, second, absorbing=False)  # guard: proof_conjunction
-    if name in ("logical_or", "bitwise_or", "__or__"):
-        return _logical(call, first, second, absorbing=True)  # guard: proof_disjunction
-    return None
+    return _zero_times(call, first, second, name == "mul") if name in ("mul", "div", "true_divide") else None
 
 
 def _zero_times(call: OpCall, first: Pad | None, second: Pad | None, is_product: bool) -> Pad | None:
@@ -202,13 +196,6 @@ def _zero_times(call: OpCall, first: Pad | None, second: Pad | None, is_product:
     elif is_number(other) or not is_finite(other) or not is_product:
         return None
     return 0
-
-
-def _logical(call: OpCall, first: Pad | None, second: Pad | None, *, absorbing: bool) -> Pad | None:
-    truths = [value for value in call.arguments.values() if isinstance(value, PaddedValue)]
-    if call.name.startswith("bitwise") and any(value.dtype is not torch.bool for value in truths):
-        return 0 if not absorbing and (is_zero(first) or is_zero(second)) else None
-    return absorbing if any(is_number(pad) and bool(pad) is absorbing for pad in (first, second)) else None
 
 
 def _evaluated(call: OpCall, pads: Mapping[str, Pad | None]) -> Pad | None:

@@ -271,7 +271,7 @@ class Entry(NamedTuple):
             return (self.pad,)
         assert not isinstance(self.pad, Filled), "what a mask fills is evaluated apart"
         if self.pad is None and not self.dtype.is_floating_point:
-            return (False, True) if self.dtype is torch.bool else (1, 2)
+            return (False, True) if self.dtype is torch.bool else (1, 2)  # guard: proof_either_truth
         return _NUMBERS[self.pad]
 
 
@@ -285,7 +285,8 @@ class _Evaluation:
 def evaluated(op: str, arguments: Sequence[tuple[str, Any]]) -> Pad | None:
     """The result of a pointwise operator for one entry of each tensor; None if nothing is known of it.
 
-    It is a number if all entries are numbers. Otherwise the operator is computed for numbers of each kind.
+    It is a number if all entries are numbers, or truths of which each gives the same. Otherwise the operator is computed
+    for numbers of each kind.
     """
     return _evaluated(_Evaluation(op, arguments, repr(arguments)))
 
@@ -297,7 +298,7 @@ def _evaluated(evaluation: _Evaluation) -> Pad | None:
     cases = list(itertools.product(*(entry.numbers() for entry in entries.values())))
     if called is None:
         return None
-    is_exact = all(is_number(entry.pad) for entry in entries.values())
+    is_exact = all(is_number(entry.pad) or entry.dtype is torch.bool for entry in entries.values())
     numbers: list[bool | int | float] = []
     # Each case of exact numbers is computed by itself: a tensor without dimensions does not decide the type there.
     for some in [[case] for case in cases] if is_exact else [cases]:
