@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -44,23 +43,14 @@ Neutral = Callable[[torch.dtype], bool | int | float]
 """What an operator takes for nothing in an operand of this type."""
 
 
-def _beside(
-    call: OpCall,
-    value: PaddedValue,
-    dims: Sequence[int],
-    shape: TensorShape,
-    of_rows: Callable[[Pad | None], Pad | None] = blurred,
-) -> PaddedValue:
-    """A result that has the dimensions of ``value`` except ``dims``, which are resized, or gone in a smaller result.
-
-    ``of_rows`` says what it holds in padding from what rows of padding hold.
-    """
+def _beside(call: OpCall, value: PaddedValue, dims: Sequence[int], shape: TensorShape) -> PaddedValue:
+    """A result that has the dimensions of ``value`` except ``dims``, which are resized, or gone in a smaller result."""
     new = call.fresh(shape).factors
     kept = [dim for dim in range(value.rank) if len(new) >= value.rank or dim not in dims]
     factors = [new[at] if dim in dims else value.factors[dim] for at, dim in enumerate(kept)]
     result = PaddedValue((*factors, *new[len(kept) :]))
     # guard: proof_computed_zeros
-    pads = {(kept.index(dim), at): of_rows(value.pad_at((dim, at))) for dim, at in call.places(value) if dim in kept}
+    pads = {(kept.index(dim), at): blurred(value.pad_at((dim, at))) for dim, at in call.places(value) if dim in kept}
     return result.with_pads(pads)
 
 
@@ -190,10 +180,7 @@ def reduces(neutral: Neutral | None, over: Dims = named_dims, what: str = "") ->
         places = _require_neutral(call, value, dims, neutral, what)
         if isinstance(call.result, tuple) and places and call.name in ("max", "min"):
             raise call.refuse_place(value, places[0], f"the index of {call.name} over")
-        # Entries with two indices in padding are unknown: beside padded sums, only whether it is finite stays.
-        is_blurred = places or isinstance(call.result, tuple)
-        of_rows = blurred if is_blurred else functools.partial(_of_rows, call.name)  # guard: proof_reduced_padding
-        return call.each(lambda shape: _beside(call, value, dims, shape, of_rows))
+        return call.each(lambda shape: _beside(call, value, dims, shape))
 
     return rule
 
@@ -217,21 +204,6 @@ def _require_neutral(
             remedy = HIDE_PADDING if neutral is not None else _SUMS if call.name in _FROM_SUMS else ""
             raise call.refuse_place(value, place, what or f"{call.name.strip('_')} over", remedy)
     return places
-
-
-def _of_rows(name: str, pad: Pad | None) -> Pad | None:
-    """The result of a reduction of entries that all hold ``pad``, of which the number is unknown."""
-    if pad is None:
-        return None
-    if name in ("any", "all"):
-        return bool(pad) if is_number(pad) else None
-    if name in ("amax", "amin", "mean", "max", "min"):
-        return pad
-    if not is_finite(pad):
-        return Approximate.NOT_FINITE
-    if name == "sum" and is_zero(pad):
-        return 0
-    return Approximate.FINITE
 
 
 def extremes(neutral: Neutral) -> PaddingRule:
