@@ -333,12 +333,12 @@ def rows_of_a_product(call: OpCall) -> PaddedValue:
     return call.carried(PaddedValue((first.factors[0], *call.fresh().factors[1:])), first)
 
 
-def _contract(call: OpCall, first: PaddedValue, second: PaddedValue) -> bool:
-    """Check the dimensions of two operands that are summed. Returns whether they are padded."""
+def _check_summed(call: OpCall, first: PaddedValue, second: PaddedValue) -> None:
+    """Refuse padding that is not neutral in the dimensions of two operands that are summed."""
     dims = first.rank - 1, max(second.rank - 2, 0)
     ours, theirs = first.factors[dims[0]], second.factors[dims[1]]
     if not call.sizes.any_padded((*ours, *theirs)):
-        return False
+        return
     places = call.places(first, dims[:1]), call.places(second, dims[1:])
     are_whole = first.whole.issuperset(places[0]) and second.whole.issuperset(places[1])
     if ours != theirs or (len(places[0]) != 1 and not are_whole):  # guard: proof_contracted_factors
@@ -351,13 +351,13 @@ def _contract(call: OpCall, first: PaddedValue, second: PaddedValue) -> bool:
         if zero.adds_nothing(zero_at) and (is_finite(other) or beside.adds_nothing(at)):
             if other is None:
                 call.assumptions.add(ALL_FINITE)
-            return True
+            return
     raise call.refuse_place(first, places[0][0], "sums products over", HIDE_PADDING)
 
 
 def _product_of(call: OpCall, first: PaddedValue, second: PaddedValue) -> PaddedValue:
     """The matrix product of two operands with at least one dimension each; batch dimensions are broadcast."""
-    summed_padding = _contract(call, first, second)
+    _check_summed(call, first, second)
     depth = max(first.rank - 2, second.rank - 2, 0)
     sources = [(at - depth + first.rank - 2, at - depth + second.rank - 2) for at in range(depth)]
     factors = [
@@ -378,10 +378,6 @@ def _product_of(call: OpCall, first: PaddedValue, second: PaddedValue) -> Padded
             if value.real is not None or (own >= 0 and value.factors[own] == factors[dim])
         ]
         pads[dim, at] = blurred(*held)
-        # guard: proof_rows_of_a_product
-        if not summed_padding and all(map(is_finite, held)) and any(map(is_zero, held)):
-            call.assumptions.add(ALL_FINITE)
-            pads[dim, at] = 0
     return PaddedValue(tuple(factors)).with_pads(pads)
 
 
