@@ -20,6 +20,7 @@ from graphpass.padding.values import (
     PaddedValue,
     Place,
     Size,
+    blurred,
     either,
     is_number,
     operator_named,
@@ -124,17 +125,18 @@ def cut(
     call.at_the_start(value, dim, f"{what} of")  # guard: proof_slice_inside
     factors: list[Factors] = list(value.factors)
     factors[dim] = call.sizes.merged([size])
-    pads = {place: pad for place, pad in value.padding if place[0] != dim}
     index = value.index
     if index is not None and index.dim == dim:
         # Entry i of the slice is entry start + i, so it equals its index plus a larger offset.
         shifts = isinstance(start, int) and step == 1 and len(of_dim) == 1 and len(factors[dim]) == 1
         index = index._replace(factor=0, offset=index.offset + start) if shifts else None
-    # guard: proof_shortened_padding
-    if value.constant is None and isinstance(start, int) and step == 1 and padded and size == as_size(whole - start):
-        pads[dim, 0] = value.pad_at((dim, 0))
     rows = frozenset(place for place in value.rows if place[0] != dim)  # guard: made_rows_of_nothing
-    return replace(value, factors=tuple(factors), index=index, rows=rows).with_pads(pads)
+    return replace(value, factors=tuple(factors), index=index, rows=rows).with_pads(_of_a_part(value, dim))
+
+
+def _of_a_part(value: PaddedValue, dim: int) -> dict[Place, Pad | None]:
+    """The padding of a part of a dimension, where it may begin at real entries."""
+    return {place: pad if place[0] != dim else blurred(pad) for place, pad in value.padding}
 
 
 def selected(call: OpCall, value: PaddedValue, dim: int, index: Any) -> PaddedValue:
@@ -160,8 +162,7 @@ def framed(call: OpCall) -> PaddedValue:
     call.at_the_start(value, dim, "takes frames of")  # guard: proof_frames_inside
     length, frame = call.shape.sizes[dim], call.shape.sizes[-1]
     factors = (*value.factors[:dim], call.sizes.merged([length]), *value.factors[dim + 1 :], call.sizes.merged([frame]))
-    pads = {place: pad for place, pad in value.padding if place[0] != dim}
-    return PaddedValue(factors).with_pads(pads)
+    return PaddedValue(factors).with_pads(_of_a_part(value, dim))
 
 
 def select(call: OpCall) -> PaddedValue:
