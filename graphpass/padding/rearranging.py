@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,7 +20,6 @@ from graphpass.padding.values import (
     Place,
     Size,
     blurred,
-    either,
     is_number,
     operator_named,
 )
@@ -208,21 +206,7 @@ def cat(call: OpCall) -> PaddedValue:
     for part in parts[:-1]:
         factors = call.unify_into(factors, part, dim)
     factors[dim] = last.factors[dim] if len(parts) == 1 else call.sizes.merged([call.shape.sizes[dim]])
-    return PaddedValue(tuple(factors)).with_pads(_pads_of_joined(call, parts, tuple(factors), dim))
-
-
-def _pads_of_joined(
-    call: OpCall, parts: Sequence[PaddedValue], factors: tuple[Factors, ...], dim: int
-) -> dict[Place, Pad | None]:
-    """The padding of the last part along the joined dimension; along others, padding that is equal in all parts."""
-    pads: dict[Place, Pad | None] = {}
-    for place in call.places(PaddedValue(factors)):
-        if place[0] == dim:
-            pads[place] = parts[-1].pad_at((dim, 0))
-            continue
-        aligned = [broadcast(call, part, (*factors[:dim], part.factors[dim], *factors[dim + 1 :])) for part in parts]
-        pads[place] = functools.reduce(either, (part.pad_at(place) for part in aligned))
-    return pads
+    return call.carried(PaddedValue(tuple(factors)), *parts)
 
 
 def _with_dim(value: PaddedValue, dim: int) -> PaddedValue:
@@ -240,7 +224,6 @@ def constant_pad(call: OpCall) -> PaddedValue:
     if is_number(fill):
         call.wants(["self"], call.places(value, extended), fill)  # guard: made_behind
     factors: list[Factors] = list(value.factors)
-    pads: dict[Place, Pad | None] = dict(value.padding)
     for turn in range(len(amounts) // 2):
         dim, left, right = value.rank - 1 - turn, amounts[2 * turn], amounts[2 * turn + 1]
         if left == 0 and right == 0:
@@ -253,14 +236,7 @@ def constant_pad(call: OpCall) -> PaddedValue:
             if not isinstance(left, int):
                 raise call.refuse(f"pads the padded dimension {dim} by {left} in front", of_dim[0])
         factors[dim] = call.sizes.merged([call.shape.sizes[dim]])
-        crops = not isinstance(right, int) or right < 0
-        filled: Pad | None = fill if isinstance(fill, (bool, int, float)) else None
-        pads = {
-            place: pad if place[0] == dim else either(pad, filled)
-            for place, pad in pads.items()
-            if not (crops and place[0] == dim)
-        }
-    return PaddedValue(tuple(factors)).with_pads(pads)
+    return call.carried(PaddedValue(tuple(factors)), value)
 
 
 def _check_behind(call: OpCall, value: PaddedValue, dim: int, right: Any, fill: object) -> None:
