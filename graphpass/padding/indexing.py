@@ -47,9 +47,6 @@ def stays_real(call: OpCall, index: PaddedValue, of_dim: Factors) -> bool:
     """Whether each clean index selects the same, real entry of a dimension in both runs."""
     if call.asks_independence:
         return is_whole(index, of_dim)
-    if index.constant is not None:
-        # guard: proof_picked_by_data
-        return type(index.constant) is int and index.constant >= 0 and call.sizes.is_prefix(of_dim)
     if index.counted is not None:  # guard: made_index_counts
         return index.counted == product(of_dim) and call.sizes.is_prefix(of_dim)
     if index.index is None or len(of_dim) > 1:

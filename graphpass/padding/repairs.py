@@ -40,7 +40,7 @@ def _indices(operands: Operands) -> None:
         if index.dtype not in (torch.int32, torch.int64):
             continue
         ref, writes = operands.ref(*path), call.name in WRITES
-        if is_whole(index, of_dim) or (not writes and stays_real(call, index, of_dim) and index.constant is None):
+        if is_whole(index, of_dim) or (not writes and stays_real(call, index, of_dim)):
             continue
         if writes:
             if call.sizes.is_prefix(of_dim) and (call.sizes.any_padded(of_dim) or call.places(index)):
