@@ -222,14 +222,6 @@ def _adds(call: OpCall) -> bool:
     ) is True
 
 
-def _adds_zeros(call: OpCall, source: object, of_dim: Factors) -> bool:
-    """Whether what stands in padding is added to a tensor without padding, and is zero."""
-    if not _adds(call) or call.sizes.any_padded(of_dim) or not isinstance(source, PaddedValue):
-        return False
-    pads = [source.pad_at(place) for place in call.places(source)]
-    return bool(pads) and all(map(is_zero, pads))  # guard: proof_adds_zeros
-
-
 def scatter(call: OpCall) -> PaddedValue:
     """``scatter``: in all dimensions except the written one, entry i goes to entry i."""
     value, index = call.tensor("self"), call.tensor("index")
@@ -241,7 +233,7 @@ def scatter(call: OpCall) -> PaddedValue:
         _check_aligned(call, source, index, range(index.rank))
     # guard: proof_scattered_by_data
     size = call.sizes.first_padded(value.factors[dim], index.factors[dim]) if value.rank else None
-    if size is None or drops_padding(call, index, value.factors[dim]) or _adds_zeros(call, source, value.factors[dim]):
+    if size is None or drops_padding(call, index, value.factors[dim]):
         return _written(call, value.factors, source)
     return _written(call, value.factors, source, _by_data(call, value, [dim], size))
 
@@ -288,10 +280,7 @@ def index_put(call: OpCall) -> PaddedValue:
         for size in value.factors[dim]
     ]
     size = call.sizes.first_padded(tuple(at_fault))  # guard: proof_put_by_data
-    is_aligned, flat = values.factors == target.factors, tuple(size for dim in hit for size in value.factors[dim])
-    if size is None or (is_aligned and _adds_zeros(call, values, flat)):
-        return _written(call, value.factors, values)
-    return _written(call, value.factors, values, _by_data(call, value, list(hit), size))
+    return _written(call, value.factors, values, _by_data(call, value, list(hit), size) if size is not None else None)
 
 
 def _masked_put(call: OpCall, value: PaddedValue, values: PaddedValue, masks: Sequence[PaddedValue]) -> PaddedValue:
