@@ -96,10 +96,9 @@ def zeroed(call: OpCall) -> PaddedValue:
 
 
 def over_ranks(call: OpCall) -> PaddedValue:
-    """Entries of the same indices of all ranks, which call it at the same sizes, together: zeros stay zero."""
+    """Entries of the same indices of all ranks, which call it at the same sizes, together."""
     value = call.tensor("input")
-    zeros = {place: pad for place, pad in value.padding if is_zero(pad)}
-    return call.carried(PaddedValue(value.factors, real=value.real).with_pads(zeros), value)
+    return call.carried(PaddedValue(value.factors), value)
 
 
 def copied(call: OpCall) -> Returned:

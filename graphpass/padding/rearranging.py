@@ -10,7 +10,7 @@ import sympy
 import torch
 
 from graphpass.padding.opcall import OpCall, Returned, Unknown
-from graphpass.padding.pointwise import broadcast, over_ranks
+from graphpass.padding.pointwise import broadcast
 from graphpass.padding.sizes import Regrouping, as_size, product
 from graphpass.padding.values import (
     Factors,
@@ -96,11 +96,9 @@ def expand(call: OpCall) -> PaddedValue:
 
 def gathered(call: OpCall) -> PaddedValue:
     """The entries of all ranks, one rank after the other along the first dimension."""
-    value = over_ranks(call)
+    value = call.tensor("input")
     first = call.sizes.merged([call.argument("group_size"), *value.factors[0]])
-    result = PaddedValue((first, *value.factors[1:]))
-    to = dict(zip(call.places(value), call.places(result), strict=True))
-    return result.with_pads({to[place]: pad for place, pad in value.padding})
+    return call.carried(PaddedValue((first, *value.factors[1:])), value)
 
 
 # --- cuts and joins
