@@ -31,7 +31,6 @@ from graphpass.padding.values import (
     by_data,
     is_finite,
     is_number,
-    is_zero,
     shown,
 )
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import sympy
-import torch
 
 from graphpass.padding.opcall import OpCall, PaddingReason, Returned
 from graphpass.padding.values import (
@@ -26,9 +25,7 @@ from graphpass.padding.values import (
     by_data,
     cast_pad,
     evaluated,
-    is_finite,
     is_number,
-    is_zero,
 )
 
 ZERO_PADDING = "graphpass::zero_padding"
@@ -140,10 +137,13 @@ def _of_each(call: OpCall, pads: Mapping[str, Pad | None], padded: Sequence[str]
 def _of_pads(call: OpCall, pads: Mapping[str, Pad | None], padded: Sequence[str]) -> Pad | None:
     if call.name in ("where", "masked_fill"):
         return _chosen(call, pads)
-    absorbed = _absorbed(call, pads)
-    if absorbed is not None or all(pad is None for pad in pads.values()):
-        return absorbed
+    if all(pad is None for pad in pads.values()):
+        return None
     found = _evaluated(call, pads)
+    if is_number(found) and any(
+        pad is None and call.tensor(n).known_dtype.is_floating_point for n, pad in pads.items()
+    ):
+        call.assumptions.add(ALL_FINITE)
     found = cast_pad(blurred(*pads.values()), call.shape.dtype) if found is None else found
     if found is Approximate.NOT_FINITE or is_number(found):
         return found
@@ -175,26 +175,6 @@ def _chosen(call: OpCall, pads: Mapping[str, Pad | None]) -> Pad | None:
     if is_number(condition):
         return first if condition else second  # guard: proof_chosen_branch
     return by_data(first, second)  # guard: proof_unknown_condition, proof_unknown_mask, proof_zeros_beside_infinities
-
-
-def _absorbed(call: OpCall, pads: Mapping[str, Pad | None]) -> Pad | None:
-    """The result if one operand alone determines it."""
-    first = _operand(call, pads, "self", "a", "input", "x")
-    second = _operand(call, pads, "other", "b", "min")
-    name = call.name
-    return _zero_times(call, first, second, name == "mul") if name in ("mul", "div", "true_divide") else None
-
-
-def _zero_times(call: OpCall, first: Pad | None, second: Pad | None, is_product: bool) -> Pad | None:
-    zero, other = (first, second) if is_zero(first) else (second, first)
-    if not is_zero(zero) or (not is_product and zero is not first):  # guard: proof_zero_divisor
-        return None
-    if other is None:
-        call.assumptions.add(ALL_FINITE)
-    # guard: proof_nan_is_kept
-    elif is_number(other) or not is_finite(other) or not is_product:
-        return None
-    return 0
 
 
 def _evaluated(call: OpCall, pads: Mapping[str, Pad | None]) -> Pad | None:

@@ -285,8 +285,8 @@ class _Evaluation:
 def evaluated(op: str, arguments: Sequence[tuple[str, Any]]) -> Pad | None:
     """The result of a pointwise operator for one entry of each tensor; None if nothing is known of it.
 
-    It is a number if all entries are numbers, or truths of which each gives the same. Otherwise the operator is computed
-    for numbers of each kind.
+    It is a number if all entries are numbers, or truths that all give the same, and where zero or an infinity absorbs
+    others. Otherwise the operator is computed for numbers of each kind.
     """
     return _evaluated(_Evaluation(op, arguments, repr(arguments)))
 
@@ -312,8 +312,11 @@ def _evaluated(evaluation: _Evaluation) -> Pad | None:
         if result.numel() != len(some) or result.dtype.is_complex:
             return None
         numbers += result.flatten().tolist()
+    pads, name, found = {entry.pad for entry in entries.values()}, evaluation.op.partition(".")[0], numbers[0]
+    is_exact |= name in ("aten::mul", "aten::div") and found == 0 and any(map(is_zero, pads))  # guard: proof_zero_times
+    is_exact |= name in ("aten::add", "aten::sub") and found in (math.inf, -math.inf)  # guard: proof_added_infinities
     if is_exact and len({repr(number + 0) for number in numbers}) == 1:
-        return _without_nan(numbers[0])
+        return _without_nan(found + 0 if isinstance(found, float) else found)
     return _kind_of(numbers)
 
 

@@ -51,7 +51,7 @@ CAUSAL = [
     P("attention to what follows", "b+ s-", lambda x: scores(x).masked_fill(~lower(x).T, -INF).softmax(-1) @ x),
     P(
         "causal by an upper triangle",
-        "b+ s~",
+        "b+ s+",
         lambda x: (scores(x) + torch.full((x.shape[1],) * 2, -INF).triu(1)).softmax(-1) @ x,
     ),
     P(
@@ -76,7 +76,7 @@ CAUSAL = [
     ),
     P(
         "unit rows of causal scores",
-        "b- s+",
+        "b- s~",
         lambda zeros, fm: (first_causal(zeros) / first_causal(zeros).square().sum(1, keepdim=True) * fm).sum(0),
     ),
     P(
