@@ -13,9 +13,7 @@ Vocabulary
     clean       an entry whose index along every padded factor is below the real size: what the caller sees
     pad         what entries in padding hold at one place, with real indices along all others: a number, a kind of
                 numbers (:class:`Approximate`), or None: unknown, but finite
-    filled      contents among which a mask, whose own entries are not known, puts infinities or numbers as large
     neutral     a pad that changes nothing: 0 in a sum, -inf in a maximum
-    low         a score that has no weight in a softmax: at most -1e4, also after real scores were added to it
     constant    the value of all entries, real and padding
     index       a tensor whose entries are their own index along a factor, plus an offset: ``arange``
     fresh       a value of which only the shape is known: one factor for each dimension, no pads
@@ -32,9 +30,9 @@ A softmax over a padded dimension
     padding::
 
         q @ k.T     factors ((s,), (s,))   pads: none known. Products are summed over 64, which is not padded.
-        + bias      factors ((s,), (s,))   pads {(1, 0): -inf}: the bias is low along keys, and stays so when finite
+        + bias      factors ((s,), (s,))   pads {(1, 0): -inf}: that of the bias along keys, which stays so when finite
                                            scores are added. Along queries, (0, 0), nothing is known.
-        softmax     factors ((s,), (s,))   pads {(1, 0): 0.0}: it is over (1, 0), which is low, so real weights are
+        softmax     factors ((s,), (s,))   pads {(1, 0): 0.0}: it is over (1, 0), which is -inf, so real weights are
                                            those of the call without padding, and padded keys have none.
         @ v         factors ((s,), (64,))  the sum over s meets zeros at (1, 0), and v is assumed to be finite there:
                                            zero times finite is zero. No finding, so ``s`` is PROVED.

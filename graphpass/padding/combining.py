@@ -22,13 +22,11 @@ from graphpass.padding.sizes import product
 from graphpass.padding.values import (
     ALL_FINITE,
     Approximate,
-    Filled,
     Pad,
     PaddedValue,
     Place,
     TensorShape,
     blurred,
-    by_data,
     is_finite,
     is_number,
     shown,
@@ -241,14 +239,11 @@ def weight_of(name: str, score: Pad | None, *, is_along: bool = False) -> Pad | 
     if is_along:
         # guard: proof_logarithm_of_zero
         return Approximate.NOT_FINITE if is_log else 0.0
-    hidden = name == "_safe_softmax" and seen == -math.inf
-    if seen is not None:
-        # guard: proof_hidden_rows
-        seen = Approximate.FINITE if hidden or is_finite(seen) else Approximate.NOT_FINITE
-    if not is_log:
-        has_hidden = seen is None and isinstance(score, Filled) and score.fill == -math.inf
-        return Approximate.FINITE if has_hidden else seen  # guard: proof_weights_of_zero
-    return by_data(blurred(seen), score.fill) if isinstance(score, Filled) else blurred(seen)
+    if score is None or (is_log and score is Approximate.HIDDEN):
+        return score
+    is_hidden = name == "_safe_softmax" and seen == -math.inf
+    # guard: proof_hidden_rows
+    return Approximate.FINITE if is_hidden or is_finite(seen) else Approximate.NOT_FINITE
 
 
 def scan(call: OpCall) -> Returned:

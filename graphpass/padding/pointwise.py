@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,10 +12,8 @@ import sympy
 from graphpass.padding.opcall import OpCall, PaddingReason, Returned
 from graphpass.padding.values import (
     ALL_FINITE,
-    Approximate,
     Entry,
     Factors,
-    Filled,
     IndexAlong,
     Pad,
     PaddedValue,
@@ -25,6 +22,7 @@ from graphpass.padding.values import (
     by_data,
     cast_pad,
     evaluated,
+    is_extreme,
     is_number,
 )
 
@@ -115,29 +113,20 @@ def _pad(
     rank = len(call.shapes[0].sizes)
     dims = {name: place[0] - rank + value.rank for name, value in values.items() if value.constant is None}
     padded = [name for name, dim in dims.items() if dim >= 0 and call.sizes.any_padded(values[name].factors[dim])]
-    return _of_each(call, {name: value.pad_at(place) for name, value in aligned.items()}, padded)
+    return _of_pads(call, {name: value.pad_at(place) for name, value in aligned.items()}, padded)
 
 
 def real_entries(call: OpCall) -> Pad | None:
     """What real entries of the result hold if the graph makes some of them infinite."""
     held = {name: value.held for name, value in call.arguments.items() if isinstance(value, PaddedValue)}
-    return _of_each(replace(call, assumptions=set()), held, list(held))
-
-
-def _of_each(call: OpCall, pads: Mapping[str, Pad | None], padded: Sequence[str]) -> Pad | None:
-    """The result for operands that hold ``pads``; of those that a mask fills, for what they hold and for the fill."""
-    parts = [[(name, pad.of), (name, pad.fill)] for name, pad in pads.items() if isinstance(pad, Filled)]
-    unfilled, *others = itertools.product(*parts)
-    result = _of_pads(call, {**pads, **dict(unfilled)}, padded)
-    for held in others:  # guard: proof_masks_in_unknown_padding
-        result = by_data(result, _of_pads(replace(call, assumptions=set()), {**pads, **dict(held)}, padded))
-    return result
+    return _of_pads(replace(call, assumptions=set()), held, list(held))
 
 
 def _of_pads(call: OpCall, pads: Mapping[str, Pad | None], padded: Sequence[str]) -> Pad | None:
     if call.name in ("where", "masked_fill"):
         return _chosen(call, pads)
-    if all(pad is None for pad in pads.values()):
+    extremes = [number for number in call.arguments.values() if isinstance(number, float) and is_extreme(number)]
+    if not extremes and all(pad is None for pad in pads.values()):
         return None
     found = _evaluated(call, pads)
     if is_number(found) and any(
@@ -145,7 +134,7 @@ def _of_pads(call: OpCall, pads: Mapping[str, Pad | None], padded: Sequence[str]
     ):
         call.assumptions.add(ALL_FINITE)
     found = cast_pad(blurred(*pads.values()), call.shape.dtype) if found is None else found
-    if found is Approximate.NOT_FINITE or is_number(found):
+    if is_extreme(found) or is_number(found):
         return found
     # Beside real contents, what is known of an operand says nothing: their sum is as any sum of real contents.
     return None if any(pads[name] is None for name in padded) else found

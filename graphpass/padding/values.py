@@ -35,23 +35,12 @@ class Approximate(enum.Enum):
     """What is known of padding that follows from known values, where the value itself is not followed."""
 
     FINITE = "finite numbers, zero among them"
+    HIDDEN = "finite numbers, and -inf or as low where a mask says so"
     NOT_FINITE = "NaN or infinities"
     BEHIND = "the index behind the last entry, where a write leaves no trace"
 
 
-@dataclass(frozen=True, slots=True)
-class Filled:
-    """Contents of which some are extreme: a mask fills them, and which ones it fills is not known."""
-
-    of: Pad | None  #: what the other entries hold, which is not extreme
-    fill: float  #: an infinity, or a number whose square is one
-
-    def __str__(self) -> str:
-        others = "unknown contents" if self.of is None else getattr(self.of, "value", self.of)
-        return f"{others}, and {self.fill} where a mask says so"
-
-
-Pad: TypeAlias = bool | int | float | Approximate | Filled
+Pad: TypeAlias = bool | int | float | Approximate
 """What entries in padding hold, a number or a kind of numbers. NaN is NOT_FINITE. See Note [Numbers in padding]."""
 
 
@@ -172,18 +161,17 @@ def is_extreme(pad: Pad | None) -> bool:
     """Whether ``pad``, or its square in float32, may be infinite."""
     if isinstance(pad, float):
         return abs(pad) > _LARGEST_SQUARED  # guard: proof_squares_overflow
-    return pad is Approximate.NOT_FINITE or isinstance(pad, Filled)
+    return pad in (Approximate.NOT_FINITE, Approximate.HIDDEN)
 
 
 def is_finite(pad: Pad | None) -> bool:
     """Whether entries of ``pad`` times zero are zero; unknown contents are assumed to be finite."""
-    held = pad.fill if isinstance(pad, Filled) else pad
-    return held is not Approximate.NOT_FINITE and not (isinstance(held, float) and math.isinf(held))
+    return not (math.isinf(pad) if isinstance(pad, float) else is_extreme(pad))
 
 
 def shown(pad: Pad | None) -> Pad | None:
-    """What counts in a softmax over entries of ``pad``: not those that a mask fills with -inf."""
-    return pad.of if isinstance(pad, Filled) and pad.fill < 0 else pad
+    """What counts in a softmax over entries of ``pad``: not those that a mask hides."""
+    return Approximate.FINITE if pad is Approximate.HIDDEN else pad
 
 
 def blurred(*pads: Pad | None) -> Pad | None:
@@ -193,24 +181,14 @@ def blurred(*pads: Pad | None) -> Pad | None:
     return None if None in pads or not pads else Approximate.FINITE
 
 
-def either(first: Pad | None, second: Pad | None) -> Pad | None:
-    """What holds of entries that are each of the one or of the other."""
-    if (type(first) is type(second) and repr(first) == repr(second)) or (is_zero(first) and is_zero(second)):
-        return first
-    fills = [pad.fill for pad in (first, second) if isinstance(pad, Filled)]
-    if not fills:
-        return blurred(first, second)
-    of = either(*(pad.of if isinstance(pad, Filled) else pad for pad in (first, second)))
-    of_one_sign = len({math.copysign(1, fill) for fill in fills}) == 1
-    return Filled(of, max(fills, key=abs)) if of_one_sign and is_finite(of) else Approximate.NOT_FINITE
-
-
 def by_data(first: Pad | None, second: Pad | None) -> Pad | None:
     """What holds of entries that are each of the one or of the other, as contents say, so that a row may have both."""
-    for fill, other in ((first, second), (second, first)):
-        if isinstance(fill, float) and is_extreme(fill) and other != fill:
-            return either(other, Filled(other.of if isinstance(other, Filled) else other, fill))
-    return either(first, second)
+    if (type(first) is type(second) and repr(first) == repr(second)) or (is_zero(first) and is_zero(second)):
+        return first
+    extreme = [pad for pad in (first, second) if is_extreme(pad)]
+    if extreme and all(pad is Approximate.HIDDEN or (isinstance(pad, float) and pad < 0) for pad in extreme):
+        return Approximate.HIDDEN
+    return Approximate.NOT_FINITE if extreme else blurred(first, second)
 
 
 # --- pads through casts and pointwise operators
@@ -220,10 +198,9 @@ def cast_pad(pad: Pad | None, dtype: torch.dtype) -> Pad | None:
     """``pad`` cast to ``dtype``; None if the value becomes unknown."""
     if pad is None or pad is Approximate.BEHIND:
         return pad
-    if isinstance(pad, Filled):
-        return by_data(cast_pad(pad.of, dtype), cast_pad(pad.fill, dtype))
     if isinstance(pad, Approximate):
-        return pad if dtype.is_floating_point or (dtype.is_complex and pad is Approximate.NOT_FINITE) else None
+        of_complex = Approximate.NOT_FINITE if dtype.is_complex and is_extreme(pad) else None
+        return pad if dtype.is_floating_point else of_complex
     if dtype is torch.bool:
         return bool(pad)
     if dtype.is_complex:
@@ -245,14 +222,17 @@ def _without_nan(number: bool | int | float) -> Pad:
     return Approximate.NOT_FINITE if isinstance(number, float) and math.isnan(number) else number
 
 
+_FINITE = (-8.0, -2.0, -1.0, -0.5, 0.0, 1e-3, 0.5, 1.0, 2.0, 8.0)
 _NUMBERS: dict[Approximate | None, tuple[float, ...]] = {
-    Approximate.FINITE: (-8.0, -2.0, -1.0, -0.5, 0.0, 1e-3, 0.5, 1.0, 2.0, 8.0),
+    Approximate.FINITE: _FINITE,
+    Approximate.HIDDEN: (*_FINITE, -1e38, -math.inf),
     Approximate.NOT_FINITE: (math.nan, math.inf, -math.inf),
     None: (0.3, 0.9),
 }
 """Numbers of each kind, on both sides of where pointwise functions have their poles and the ends of their domains.
 
-Contents that follow from no known value (None) are assumed to lie where functions are finite.
+Contents that follow from no known value (None) are assumed to lie where functions are finite. Beside infinities they
+may have either sign.
 """
 
 
@@ -263,16 +243,16 @@ class Entry(NamedTuple):
     dtype: torch.dtype
     has_dims: bool  #: whether the tensor has dimensions; one without does not decide the type of a result
 
-    def numbers(self) -> tuple[bool | int | float, ...]:
-        """The number of the entry, or numbers of its kind; a zero has either sign."""
+    def numbers(self, unknown: Approximate | None) -> tuple[bool | int | float, ...]:
+        """The number of the entry, or numbers of its kind, which is ``unknown`` of others; a zero has either sign."""
         if is_zero(self.pad) and self.dtype.is_floating_point:  # guard: proof_signed_zero
             return 0.0, -0.0
         if isinstance(self.pad, (bool, int, float)):
             return (self.pad,)
-        assert not isinstance(self.pad, Filled), "what a mask fills is evaluated apart"
-        if self.pad is None and not self.dtype.is_floating_point:
-            return (False, True) if self.dtype is torch.bool else (1, 2)  # guard: proof_either_truth
-        return _NUMBERS[self.pad]
+        if self.pad is None and self.dtype is torch.bool:
+            return False, True  # guard: proof_either_truth
+        kind = unknown if self.pad is None else self.pad
+        return (1, 2) if kind is None and not self.dtype.is_floating_point else _NUMBERS[kind]
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,17 +275,19 @@ def evaluated(op: str, arguments: Sequence[tuple[str, Any]]) -> Pad | None:
 def _evaluated(evaluation: _Evaluation) -> Pad | None:
     called, keywords = operator_named(evaluation.op), dict(evaluation.arguments)
     entries = {name: value for name, value in keywords.items() if isinstance(value, Entry)}
-    cases = list(itertools.product(*(entry.numbers() for entry in entries.values())))
+    has_extremes = any(is_extreme(getattr(value, "pad", value)) for value in keywords.values())
+    unknown = Approximate.FINITE if has_extremes else None  # guard: proof_beside_infinities
+    cases = list(itertools.product(*(entry.numbers(unknown) for entry in entries.values())))
     if called is None:
         return None
     is_exact = all(is_number(entry.pad) or entry.dtype is torch.bool for entry in entries.values())
     numbers: list[bool | int | float] = []
     # Each case of exact numbers is computed by itself: a tensor without dimensions does not decide the type there.
     for some in [[case] for case in cases] if is_exact else [cases]:
-        for (name, entry), column in zip(entries.items(), zip(*some, strict=True), strict=True):
-            shape = (len(some),) if entry.has_dims or len(some) > 1 else ()
-            keywords[name] = torch.tensor(column, dtype=entry.dtype, device="cpu").reshape(shape)
         try:
+            for (name, entry), column in zip(entries.items(), zip(*some, strict=True), strict=True):
+                shape = (len(some),) if entry.has_dims or len(some) > 1 else ()
+                keywords[name] = torch.tensor(column, dtype=entry.dtype, device="cpu").reshape(shape)
             result = called(**keywords)
         except Exception:
             return None
@@ -323,7 +305,10 @@ def _evaluated(evaluation: _Evaluation) -> Pad | None:
 def _kind_of(numbers: Sequence[bool | int | float]) -> Approximate | None:
     if not isinstance(numbers[0], float):
         return None
-    return Approximate.FINITE if all(map(math.isfinite, numbers)) else Approximate.NOT_FINITE
+    extreme = [number for number in numbers if math.isnan(number) or is_extreme(number)]
+    if extreme:
+        return Approximate.HIDDEN if all(number < 0 for number in extreme) else Approximate.NOT_FINITE
+    return Approximate.FINITE
 
 
 @functools.lru_cache(maxsize=4096)

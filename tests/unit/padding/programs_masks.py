@@ -250,6 +250,11 @@ MASKED = [
     P("causal scores, squared", "b- s+", lambda x, fm: (causal(scores(x)).square() * fm[..., None]).sum(0)),
     P("causal scores, added and squared", "b- s+", lambda x, fm: (shifted(scores(x)).square() * fm[..., None]).sum(0)),
     P("causal scores, not hidden", "b- s+", lambda x, fm: (shifted(scores(x)) * fm[..., None]).sum(0)),
+    P(
+        "hidden scores times numbers of either sign",
+        "b- s-",
+        lambda x, g, fm: ((causal(scores(x)) * g[..., None]).softmax(-1) * fm[..., None]).sum(0),
+    ),
     P("causal weights", "b+ s+", lambda x, fm: (shifted(scores(x)).softmax(-1) * fm[..., None]).sum(0)),
     P("causal weights, by hand", "b+ s+", lambda x, fm: (by_hand(shifted(scores(x))) * fm[..., None]).sum(0)),
     P(

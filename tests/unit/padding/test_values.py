@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import pickle
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ from torch.utils._sympy.functions import CeilToInt, FloatTrueDiv, FloorDiv, Max,
 from graphpass.padding import PaddedValue, PaddingFinding
 from graphpass.padding.program import _in_steps, _Reader, _unrounded, _whole
 from graphpass.padding.sizes import Question, Regrouping, Sizes, product
-from graphpass.padding.values import Filled, IndexAlong, Size
+from graphpass.padding.values import Approximate, IndexAlong, Size
 
 b, s, t, w = (sympy.Symbol(name, positive=True, integer=True) for name in "bstw")
 SIZES = Sizes({b: "batch", s: "seq", t: "seq"})
@@ -126,13 +125,10 @@ def test_a_view_back_restores_the_factors(flat: list[Size], data: st.DataObject)
     assert [SIZES.merged(dim or ()) for dim in taken] == list(factors)
 
 
-LOW, HIGH = (Filled(None, sign * math.inf) for sign in (-1, 1))
-
-
 def test_real_entries_are_told_from_padding_where_they_are_infinite() -> None:
-    value = PaddedValue(((b,), (s,))).with_pads({(0, 0): None}).with_real(LOW)
+    value = PaddedValue(((b,), (s,))).with_pads({(0, 0): None}).with_real(Approximate.HIDDEN)
     assert value.pad_at((0, 0)) is None
-    assert value.pad_at((1, 0)) == LOW
+    assert value.pad_at((1, 0)) is Approximate.HIDDEN
 
 
 def test_values_are_hashable_and_canonical() -> None:
