@@ -13,7 +13,6 @@ import torch
 
 from graphpass.ledger import PaddingFinding
 from graphpass.padding.opcall import (
-    HIDE_PADDING,
     OpCall,
     PaddingReason,
     PaddingRule,
@@ -63,9 +62,9 @@ def is_whole(index: PaddedValue, of_dim: Factors) -> bool:
     return index.factors[index.index.dim] == of_dim
 
 
-def by_contents(what: str, size: Size | None, remedy: str = "") -> PaddingReason:
+def by_contents(what: str, size: Size | None) -> PaddingReason:
     """The reason that only the contents of a call decide whether padding is read or written."""
-    return PaddingReason(what, is_by_contents=True, size=size, remedy=remedy)
+    return PaddingReason(what, is_by_contents=True, size=size)
 
 
 def check_order(call: OpCall, of_dim: Factors) -> None:
@@ -216,12 +215,6 @@ def drops_padding(call: OpCall, index: PaddedValue, of_dim: Factors) -> bool:
     return is_counted and all(index.pad_at(place) is Approximate.BEHIND for place in call.places(index))
 
 
-def _adds(call: OpCall) -> bool:
-    return (
-        call.name in ("index_add", "scatter_add") or call.argument("accumulate") or call.argument("reduce") == "sum"
-    ) is True
-
-
 def scatter(call: OpCall) -> PaddedValue:
     """``scatter``: in all dimensions except the written one, entry i goes to entry i."""
     value, index = call.tensor("self"), call.tensor("index")
@@ -241,8 +234,7 @@ def scatter(call: OpCall) -> PaddedValue:
 def _by_data(call: OpCall, value: PaddedValue, dims: Sequence[int], size: Size) -> PaddingReason:
     for dim in dims:
         check_order(call, value.factors[dim])
-    what = f"data selects which entries of dimension {', '.join(map(str, dims))} are written"
-    return by_contents(what, size, HIDE_PADDING if _adds(call) else "")
+    return by_contents(f"data selects which entries of dimension {', '.join(map(str, dims))} are written", size)
 
 
 def index_add(call: OpCall) -> PaddedValue:

@@ -263,7 +263,7 @@ MASKED = [
         lambda g, fm: torch.frexp(g.masked_fill(fm == 0, -torch.inf))[0].exp().sum(1),
     ),
     P("exponents of hidden entries", "b+ s~", lambda g, fm: torch.frexp(g.masked_fill(fm == 0, -torch.inf))[1].sum(1)),
-    P("causal scores, bounded", "b+ s+", lambda x, fm: (causal(scores(x)).nan_to_num() * fm[..., None]).sum(0)),
+    P("causal scores, bounded", "b~ s+", lambda x, fm: (causal(scores(x)).nan_to_num() * fm[..., None]).sum(0)),
     P("scores and a row of a mask, squared", "b- s+", lambda g, bias, fm: ((g + bias[0, 0]).square() * fm).sum(0)),
     P(
         "reciprocals of causal weights, squared",
