@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from graphpass import CudagraphDispatcher, LoraKeys
+from graphpass.errors import DispatchError
 
 assert_expected_inline = pytest.importorskip("expecttest").assert_expected_inline
 
@@ -77,6 +78,8 @@ num_tokens=3 -> NONE 3 tokens, NOT_CAPTURED
 num_tokens=4 -> NONE 4 tokens, NOT_CAPTURED
 """,
     )
+    with pytest.raises(DispatchError, match=r"not been captured.*; found num_tokens=3; remedy"):
+        dispatcher.dispatch(3, allowed_modes=("FULL",))
     lazy = CudagraphDispatcher("FULL", [2, 4], max_num_reqs=4, lazy=True)
     assert_expected_inline(
         decisions_of(lazy, batches),

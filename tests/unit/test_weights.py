@@ -48,11 +48,6 @@ def lora(self: Any, x: torch.Tensor) -> torch.Tensor:
     return two_regions(self, x + update)
 
 
-def quantized(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """int8 weights with a scale for each row, as buffers."""
-    return two_regions(self, nn.functional.linear(x, self.packed.to(x.dtype) * self.steps))
-
-
 def of_regions(forward: Callable[..., Any] = two_regions, **parts: Any) -> Any:
     torch.manual_seed(0)
     given = {"first": nn.Linear(6, 6), "second": nn.Linear(6, 6), "scale": torch.randn(6), **parts}
@@ -65,17 +60,13 @@ def tied() -> Any:
     return model
 
 
-def int8() -> torch.Tensor:
-    return torch.randint(-127, 127, (6, 6), dtype=torch.int8)
-
-
-def graphs_of(model: nn.Module, way: str, rt: GraphRuntime, compiler: str = "eager", **options: Any) -> Call:
+def graphs_of(model: nn.Module, way: str, rt: GraphRuntime, **options: Any) -> Call:
     """The captured model as a function of four rows.
 
     Where a graph went with a weight, or a weight moved, and capture is closed, the call is refused; it is captured once
-    more then, as an engine would, unless ``on_moved_input`` says that a move is an error.
+    more then, as an engine would.
     """
-    options = {"compiler": compiler, "splitting_ops": [MIX], **options}
+    options = {"compiler": "eager", "splitting_ops": [MIX], **options}
     if way == "graphed":
         graphed = gp.graphed(model, [4], {"x": 0}, runtime=rt, **options)
         graphed.capture(torch.randn(4, 6))
@@ -86,8 +77,6 @@ def graphs_of(model: nn.Module, way: str, rt: GraphRuntime, compiler: str = "eag
         try:
             return fast.at(way, 4, x)
         except (CaptureError, StaticInputError) as error:
-            if options.get("on_moved_input") == "error":
-                raise
             if isinstance(error, CaptureError) and "capture is closed" not in str(error):
                 raise
             return fast.at(way, 4, x, capture=True)
@@ -184,40 +173,14 @@ def test_a_change_is_seen_each_time(way: str, change: str, rt: GraphRuntime) -> 
         agrees(fast, model)
 
 
-@WAYS
-@pytest.mark.parametrize("change", ["load_assigned", "free_and_allocate"])
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.soak)])
-def test_compiled_regions_see_it_too(way: str, change: str, compiler: str, rt: GraphRuntime) -> None:
-    model = of_regions()
-    fast = graphs_of(model, way, rt, compiler)
-    CHANGES[change](model)
-    agrees(fast, model)
-
-
-def doubled(layer: nn.Module) -> None:
+def doubled(model: Any) -> Any:
     twice = module(lambda self, weight: weight * 2)
-    parametrize.register_parametrization(layer, "weight", twice)
+    parametrize.register_parametrization(model.first, "weight", twice)
+    return model
 
 
-@WAYS
-@pytest.mark.parametrize(
-    ("add", "leaves"),
-    [(doubled, True), (weight_norm, True), (doubled, False)],
-    ids=["doubled", "weight norm", "doubled and left out"],
-)
-@pytest.mark.parametrize("at_capture", [True, False], ids=["added before", "added after"])
-def test_parametrizations_come_and_go(
-    way: str, add: Callable[[nn.Module], Any], leaves: bool, at_capture: bool, rt: GraphRuntime
-) -> None:
-    model = of_regions()
-    if at_capture:
-        add(model.first)
-    fast = graphs_of(model, way, rt)
-    if not at_capture:
-        add(model.first)
-    agrees(fast, model)
-    parametrize.remove_parametrizations(model.first, "weight", leave_parametrized=leaves)
-    agrees(fast, model)
+def undone(model: Any, *, keeps_value: bool = True) -> None:
+    parametrize.remove_parametrizations(model.first, "weight", leave_parametrized=keeps_value)
 
 
 def untied(model: Any) -> None:
@@ -242,14 +205,18 @@ STEPS: dict[str, tuple[Callable[[], Any], list[Callable[[Any], object]]]] = {
             lambda model: model.first.weight.data.mul_(-2),
         ],
     ),
-    "int8 weights": (
-        lambda: of_regions(quantized, packed=int8(), steps=torch.rand(6, 1)),
+    "parametrizations come and go": (
+        of_regions,
         [
-            lambda model: model.packed.copy_(int8()),
-            lambda model: setattr(model, "packed", int8()),
-            lambda model: setattr(model.steps, "data", torch.rand(6, 1)),
+            doubled,
+            undone,
+            lambda model: weight_norm(model.first),
+            undone,
+            doubled,
+            lambda model: undone(model, keeps_value=False),
         ],
     ),
+    "a parametrization of the capture goes": (lambda: doubled(of_regions()), [undone]),
 }
 
 

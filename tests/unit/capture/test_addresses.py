@@ -10,7 +10,6 @@ import torch
 
 from graphpass import CUDAGraphWrapper, GraphRuntime
 from graphpass.capture import CapturePolicy, Counts
-from graphpass.compat import memory
 from graphpass.context import set_forward_context
 from graphpass.errors import CaptureError, StaticInputError
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
@@ -98,27 +97,6 @@ def test_another_alias_pattern_is_another_graph(rig: Any) -> None:
 # -- static inputs -----------------------------------------------------------------------------------------------------
 
 
-def static_weight(kind: str) -> tuple[torch.Tensor, dict[str, Any]]:
-    weight = torch.full((8,), 2.0)
-    if kind == "parameter":
-        return torch.nn.Parameter(weight), {}
-    if kind == "marked":
-        memory.mark_static_address(weight)
-        return weight, {}
-    return weight, {"static_inputs": [1] if kind == "declared" else ["weight"]}
-
-
-@pytest.mark.parametrize("kind", ["declared", "parameter", "marked"])
-def test_a_static_input_is_read_in_place(rig: Any, kind: str) -> None:
-    weight, roles = static_weight(kind)
-    wrapper = rig.wrap(lambda x, weight: x * weight, **roles)
-    with torch.no_grad():
-        assert torch.equal(rig.capture(wrapper, X, weight), X * 2)
-        weight.fill_(5)
-        assert torch.equal(rig.call(wrapper, X, weight), X * 5)
-    assert rig.counts(wrapper) == Counts(1, 1, 2, 2, 1)  # x alone is copied
-
-
 def test_each_set_of_static_inputs_has_its_graph(rig: Any) -> None:
     wrapper = rig.wrap(lambda x, weight: x * weight, static_inputs=[1], input_names=("x", "weight"), lazy=True)
     weights = [torch.full((8,), float(n)) for n in range(4)]
@@ -202,21 +180,6 @@ def test_when_a_parameter_dies_its_graph_goes(rig: Any, kind: str, opaque: bool)
     assert wrapper.captured() == []
     with pytest.raises(CaptureError, match="captured at FULL: nothing"), torch.no_grad():
         rig.call(wrapper, X, third)
-
-
-def test_an_entry_keeps_other_static_inputs_alive(rig: Any) -> None:
-    wrapper = rig.wrap(lambda x, w: x * w, static_inputs=[1], lazy=True)
-    weight = torch.full((1000,), 2.0)
-    x = torch.ones(1000)
-    rig.capture(wrapper, x, weight)
-    address = weight.data_ptr()
-    del weight
-    gc.collect()
-    assert wrapper.captured() != []
-    for _ in range(20):  # its memory is not given to somebody else, who would be taken for it
-        other = torch.full((1000,), 3.0)
-        assert other.data_ptr() != address
-        assert torch.equal(rig.call(wrapper, x, other), x * 3)
 
 
 # -- inputs that lie inside a static input -----------------------------------------------------------------------------

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-import graphpass as gp
 from cgpass.plans import PlannedReplay, ReplayPlans
 from graphpass.capture.replay import GraphEntry, ReplayPlan
 from graphpass.context import set_forward_context
@@ -17,7 +15,7 @@ from graphpass.errors import CaptureError, ShapeError
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 
 X = torch.arange(8.0)
-KEY, FOUR = BatchDescriptor(8), BatchDescriptor(4)
+KEY = BatchDescriptor(8)
 
 
 def planned(rig: Any, function: Any, args: Any, *, name: str = "g0.r0", **roles: Any) -> GraphEntry:
@@ -91,12 +89,3 @@ def test_a_step_checks_copies_and_counts(rig: Any, arguments: Any) -> None:
         run(rig, plan, X, 4)
     (got,) = run(rig, plan, X, 3)
     assert torch.equal(got, X * 3)
-
-
-FULL, PIECEWISE = gp.CUDAGraphMode.FULL, gp.CUDAGraphMode.PIECEWISE
-
-
-@pytest.fixture(autouse=True)
-def without_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield

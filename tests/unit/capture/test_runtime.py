@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from graphpass import CUDAGraphWrapper, GraphRuntime
-from graphpass.capture import CallableRecord, Counts, SizeRecord
+from graphpass.capture import CallableRecord, SizeRecord
 from graphpass.errors import CaptureError, DeviceError, PoolBusyError
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 
@@ -25,36 +24,6 @@ def plus_one(x: torch.Tensor) -> torch.Tensor:
 
 
 # -- the pool rule -----------------------------------------------------------------------------------------------------
-
-
-def test_a_second_thread_waits_for_its_turn(rig: Any) -> None:
-    inside, go_on = threading.Event(), threading.Event()
-    order: list[str] = []
-
-    def slow(x: torch.Tensor) -> torch.Tensor:
-        inside.set()
-        assert go_on.wait(10)
-        order.append("slow")
-        return x + 1
-
-    slow_wrapper, quick = rig.wrap(slow, name="slow"), rig.wrap(lambda x: x * 2, name="quick")
-    rig.capture(quick, X)
-
-    def second() -> torch.Tensor:
-        assert inside.wait(10)
-        got = rig.call(quick, X * 3)
-        order.append("quick")
-        return got
-
-    with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(rig.capture, slow_wrapper, X)
-        later = threads.submit(second)
-        with pytest.raises(TimeoutError):
-            later.result(0.5)
-        go_on.set()
-        assert torch.equal(first.result(10), X + 1)
-        assert torch.equal(later.result(10), X * 6)
-    assert order == ["slow", "slow", "quick"]
 
 
 def test_counts_are_read_while_another_thread_captures(rig: Any) -> None:
@@ -126,23 +95,6 @@ def test_the_collector_is_frozen_in_a_scope_and_as_it_was_after(rig: Any, frozen
 # -- lifetimes ---------------------------------------------------------------------------------------------------------
 
 
-def test_close_and_capture_again(rig: Any) -> None:
-    wrapper = rig.wrap(plus_one)
-    result = rig.capture(wrapper, X)
-    generation = rig.runtime.lease.generation
-    rig.runtime.close()
-    assert wrapper.captured() == []
-    assert rig.runtime.buffer_bytes() == 0
-    assert rig.runtime.lease.generation > generation
-    assert torch.equal(result, X + 1)
-    with pytest.raises(CaptureError, match="captured at FULL: nothing"):
-        rig.call(wrapper, X)
-    assert torch.equal(wrapper(X), X + 1)
-    assert torch.equal(rig.capture(wrapper, X * 2), X * 2 + 1)
-    assert torch.equal(rig.call(wrapper, X), X + 1)
-    assert rig.counts(wrapper) == Counts(warmed=2, captured=2, replayed=3, copied=3, static_sets=1)
-
-
 class Memory(bytearray):
     """Memory whose end can be watched; a tensor over it keeps it."""
 
@@ -183,13 +135,6 @@ def test_a_runtime_can_name_its_device() -> None:
 
 
 # -- what it tells -----------------------------------------------------------------------------------------------------
-
-
-def test_a_note_is_logged_once(rig: Any, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", logger="graphpass")
-    for _ in range(3):
-        rig.runtime.note("set 2 captured")
-    assert [record.getMessage() for record in caplog.records] == ["set 2 captured"]
 
 
 def test_no_sizes_are_suggested_where_nothing_is_padded(rig: Any) -> None:

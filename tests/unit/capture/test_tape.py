@@ -20,54 +20,6 @@ from graphpass.errors import CaptureError
 X = torch.arange(8.0)
 
 
-class Scale:
-    """Python state that ops read; ``calls`` counts the runs of their Python."""
-
-    value = 2.0
-    calls = 0
-
-
-@pytest.fixture(scope="module")
-def python_ops() -> Iterator[torch.library.Library]:
-    """Ops with Python implementations: a functional one, one that mutates, one for the CPU key alone."""
-    library = torch.library.Library("graphpass_tape_test", "FRAGMENT")
-
-    def scaled(x: torch.Tensor) -> torch.Tensor:
-        Scale.calls += 1
-        return x * Scale.value
-
-    def scale_into(x: torch.Tensor, y: torch.Tensor) -> None:
-        Scale.calls += 1
-        y.copy_(x).mul_(Scale.value)
-
-    library.define("scaled(Tensor x) -> Tensor")
-    library.impl("scaled", scaled, "CompositeExplicitAutograd")
-    library.define("scaled_cpu(Tensor x) -> Tensor")
-    library.impl("scaled_cpu", scaled, "CPU")
-    library.define("scale_into(Tensor x, Tensor(a!) y) -> ()")
-    library.impl("scale_into", scale_into, "CompositeExplicitAutograd")
-    torch.library.custom_op("graphpass_tape_test::scaled_by_decorator", scaled, mutates_args=())
-    yield library
-    library._destroy()
-
-
-@pytest.fixture(autouse=True)
-def fresh_scale() -> None:
-    Scale.value, Scale.calls = 2.0, 0
-
-
-@pytest.mark.parametrize("name", ["scaled", "scaled_cpu", "scaled_by_decorator"])
-def test_a_python_op_is_recorded_through_its_implementation(rig: Any, python_ops: Any, name: str) -> None:
-    op = getattr(torch.ops.graphpass_tape_test, name)
-    wrapper = rig.wrap(lambda x: op(x + 1) - 1)
-    assert torch.equal(rig.capture(wrapper, X), (X + 1) * 2 - 1)
-    assert Scale.calls == 2
-    Scale.value = 100.0  # frozen at recording, as in a CUDA graph
-    assert torch.equal(rig.call(wrapper, X * 3), (X * 3 + 1) * 2 - 1)
-    assert Scale.calls == 2
-    assert torch.equal(wrapper(X), (X + 1) * 100 - 1)
-
-
 @pytest.mark.parametrize(
     ("read", "name"),
     [
@@ -133,32 +85,6 @@ def test_a_collective_that_returns_its_result_is_a_step_that_waits(
 
 
 # -- opaque artifacts --------------------------------------------------------------------------------------------------
-
-
-class Artifact:
-    """Compiled code: the tape must take a call of it as one op."""
-
-    opaque = True
-
-    def __init__(self, function: Any) -> None:
-        self.function, self.calls = function, 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        return self.function(*args, **kwargs)
-
-
-def test_an_opaque_callable_is_one_step(rig: Any) -> None:
-    artifact = Artifact(lambda x, *, scale: [x * scale, (x + 1, None)])
-    inner = CUDAGraphWrapper(artifact, "PIECEWISE", runtime=rig.runtime, name="inner")  # as a region announces itself
-    whole = rig.captured(rig.wrap(lambda x, s: inner(x * 2, scale=s)), X, torch.full((8,), 3.0))
-    calls = artifact.calls
-    got = rig.call(whole, X * 5, torch.full((8,), 4.0))
-    assert torch.equal(got[0], X * 40)
-    assert torch.equal(got[1][0], X * 10 + 1)
-    assert got[1][1] is None
-    assert artifact.calls == calls + 1  # its Python is its launcher: the one opaque call
-    assert whole.unwrap().calls == 2
 
 
 @pytest.mark.parametrize("form", ["function", "module"])

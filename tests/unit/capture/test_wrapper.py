@@ -118,25 +118,6 @@ def test_only_a_runtime_mode_that_captures_is_accepted(rig: Any, mode: str) -> N
         CUDAGraphWrapper(plus_one, mode, runtime=rig.runtime, name="region")
 
 
-def piecewise_in_full(rig: Any) -> tuple[CUDAGraphWrapper, CUDAGraphWrapper, CUDAGraphWrapper]:
-    first = rig.wrap(lambda x: x + 1, "PIECEWISE", name="first", outputs="view")
-    second = rig.wrap(lambda x: x * 3, "PIECEWISE", name="second", outputs="view")
-    whole = rig.wrap(lambda x: second(first(x)) - 2, "FULL", name="whole")
-    return whole, first, second
-
-
-def test_under_full_the_regions_inside_pass_through(rig: Any) -> None:
-    whole, first, second = piecewise_in_full(rig)
-    assert torch.equal(rig.capture(whole, X), (X + 1) * 3 - 2)
-    assert torch.equal(rig.call(whole, X * 5), (X * 5 + 1) * 3 - 2)
-    assert rig.counts(whole) == Counts(1, 1, 2, 2, 1)
-    assert first.counts() == second.counts() == {}
-    assert (
-        first.table.buffer_bytes() == second.table.buffer_bytes() == 0
-    )  # no staging of an inner region runs or is captured
-    assert [w.unwrap().calls for w in (whole, first, second)] == [2, 2, 2]
-
-
 def test_unwrap_and_attributes_reach_the_innermost_callable(rig: Any) -> None:
     inner = rig.wrap(plus_one)
     outer = CUDAGraphWrapper(inner, "PIECEWISE", runtime=rig.runtime, name="outer")

@@ -139,17 +139,6 @@ def test_no_size_is_needed_for_mode_none() -> None:
     assert CudagraphDispatcher("NONE", [], max_num_reqs=1).dispatch(3).reason is DispatchReason.DISABLED
 
 
-@pytest.mark.parametrize("uniform", [False, True])
-def test_nothing_replays_before_it_is_captured(uniform: bool) -> None:
-    dispatcher = dispatcher_for("FULL_AND_PIECEWISE", lazy=False)
-    step = dispatcher.dispatch(3, uniform_decode=uniform)
-    assert step == Dispatch(NONE, BatchDescriptor(3), DispatchReason.NOT_CAPTURED)
-    with pytest.raises(DispatchError, match=r"not been captured.*; found num_tokens=3; remedy"):
-        dispatcher.dispatch(3, uniform_decode=uniform, allowed_modes={FULL, PIECEWISE})
-    lazy = dispatcher_for("FULL_AND_PIECEWISE").dispatch(3, uniform_decode=uniform)
-    assert lazy.mode is (FULL if uniform else PIECEWISE)
-
-
 @pytest.mark.parametrize(
     ("mode", "descriptor"),
     [
@@ -165,29 +154,6 @@ def test_only_keys_are_captured(mode: CUDAGraphMode, descriptor: BatchDescriptor
     with pytest.raises(DispatchError, match="capture_plan"):
         dispatcher.mark_captured(mode, descriptor)
     assert not dispatcher.is_captured(mode, descriptor)
-
-
-def test_capture_plan_is_piecewise_then_full_largest_first() -> None:
-    plan = dispatcher_for("FULL_AND_PIECEWISE").capture_plan()
-    assert [mode for mode, _ in plan] == [PIECEWISE, FULL]
-    assert [[key.num_tokens for key in keys] for _, keys in plan] == [[16, 8, 4, 2, 1], [8, 4, 2, 1]]
-    assert [mode for mode, _ in dispatcher_for("FULL").capture_plan()] == [FULL]
-    assert dispatcher_for("NONE").capture_plan() == []
-
-
-def test_added_keys_take_part() -> None:
-    dispatcher = dispatcher_for("FULL_AND_PIECEWISE")
-    dispatcher.add_key("piecewise", BatchDescriptor(32))
-    dispatcher.add_key(PIECEWISE, BatchDescriptor(6, extra=(("b", 2), ("a", "x"))))
-    dispatcher.add_key(FULL, BatchDescriptor(12, num_reqs=2))
-    assert dispatcher.dispatch(17).descriptor == BatchDescriptor(32)
-    other_order = dispatcher.dispatch(5, extra=(("a", "x"), ("b", 2)))
-    assert other_order.descriptor == BatchDescriptor(6, extra=(("b", 2), ("a", "x")))
-    assert dispatcher.dispatch(7, extra=(("a", "x"), ("b", 2))).reason is DispatchReason.TOO_LARGE
-    assert dispatcher.dispatch(5, extra=(("a", "x"),)).reason is DispatchReason.NO_KEY
-    assert dispatcher.dispatch(9, num_reqs=2).mode is FULL
-    assert dispatcher.dispatch(9, num_reqs=3).mode is PIECEWISE
-    assert dispatcher.dispatch(9, num_reqs=2, uniform_decode=True).reason is DispatchReason.RELAXED
 
 
 def test_a_removed_key_serves_no_batch() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from graphpass.callforms import _function_of_form as function_of_form
 from tests.unit.graphed.oracle import agree, agree_with, call, each, graphed, replays, rows
 from tests.unit.models import linear, module
 
@@ -194,27 +192,4 @@ def test_python_state_and_buffers_advance_once_a_call() -> None:
     agree(of_steps, rows(*SIZES))
 
 
-def test_capture_leaves_the_state_of_two_calls() -> None:
-    model = of_steps()
-    graphed(model, [1, 2, 4], {"x": 0}).capture(torch.ones(3, 4))
-    assert (model.step, model.seen) == (2, [1, 2])
-    assert torch.equal(model.total, torch.full((4,), 4.0)), "three rows, and once more one"
-
-
 # -- results -----------------------------------------------------------------------------------------------------------
-
-
-def test_results_fed_back_as_arguments() -> None:
-    for outputs in ("clone", "view"):
-        fast = graphed(lambda x: x * 1.5 + 1, outputs=outputs)
-        found = wanted = torch.randn(5, 4)
-        for _ in range(6):
-            found, wanted = fast(found), wanted * 1.5 + 1
-            torch.testing.assert_close(found, wanted)
-
-
-def test_dynamo_can_find_the_source_of_a_form() -> None:
-    """Else it calls the function through one of ``*args``, and no input has the name of its parameter."""
-    form = function_of_form(nn.Linear(2, 2), nn.Linear(2, 2).forward, 1, ())
-    assert "input" in inspect.getsource(form)
-    assert list(inspect.signature(form).parameters) == ["input"]

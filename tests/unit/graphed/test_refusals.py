@@ -19,13 +19,9 @@ from tests.unit.models import module
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"capture_sizes": []}, "capture_sizes"),
-        ({"capture_sizes": [0]}, "capture_sizes"),
         ({"capture_sizes": [2.5]}, "capture_sizes"),
-        ({"dynamic_dims": {"x": "rows"}}, "dynamic_dims"),
         ({"dynamic_dims": 3}, "dynamic_dims"),
         ({"padding": {"x": "mirror"}}, "padding"),
-        ({"mode": "SOMETIMES"}, "SOMETIMES"),
         ({"paddings": {}}, "unknown option 'paddings'"),
         ({"padding_check": "sometimes"}, "padding_check"),
         ({"cut": {0: {}}}, "unknown option 'cut'"),

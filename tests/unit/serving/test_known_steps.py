@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 import graphpass as gp
-from graphpass import Batch, BatchDescriptor, InputSpec
+from graphpass import Batch, InputSpec
 from graphpass.capture.modelstate import ModelState
 from graphpass.capture.replay import ReplayPlan
 from graphpass.errors import ShapeError, StaticInputError
 from graphpass.regions import register_padding_rule
-from tests.unit.serving.managed import FULL, WIDTH, Attends, Requests, Rows, SlotBuilder, captured, rows
+from tests.unit.serving.managed import WIDTH, Attends, Requests, Rows, SlotBuilder, captured, rows
 
 
 def batch(size: int) -> Batch:
@@ -49,17 +49,6 @@ def test_results_of_one_size_are_objects_of_their_own() -> None:
     first = manager.run(batch(3))
     first.unsqueeze_(0)
     assert manager.run(batch(3)).shape == (3, 5)
-
-
-def test_a_key_that_is_added_serves_sizes_that_were_decided_before() -> None:
-    model = Rows()
-    manager = captured(model, sizes=(8,))
-    agree(model, manager, batch(3))
-    manager.dispatcher.add_key(FULL, BatchDescriptor(4, 4))
-    manager.capture()
-    agree(model, manager, batch(3))
-    assert manager.last_step is not None
-    assert manager.last_step.descriptor.num_tokens == 4
 
 
 @torch.library.custom_op("knownsteps::hidden", mutates_args=())

@@ -14,9 +14,7 @@ from graphpass.regions import register_padding_rule
 from tests.unit.models import module
 from tests.unit.serving.managed import (
     EVENTS,
-    FULL,
     LARGEST,
-    PIECEWISE,
     WIDTH,
     Attends,
     GrowingRuntime,
@@ -29,18 +27,6 @@ from tests.unit.serving.managed import (
     notes,
     run,
 )
-
-
-def test_mixed_batches_are_captured_first_then_uniform_decode_each_largest_first() -> None:
-    manager = made(Rows().eval(), "FULL_AND_PIECEWISE")
-    order = [*((PIECEWISE, size, False) for size in (8, 4, 2)), *((FULL, size, True) for size in (8, 4, 2))]
-    assert manager.needs_capture()
-    manager.capture()
-    assert captured_keys(manager) == order
-    assert not manager.needs_capture()
-    counts = manager.runtime.counts()
-    assert [(level, key.num_tokens, key.uniform) for _, level, key in counts] == order
-    assert {(c.captured, c.replayed) for c in counts.values()} == {(1, 1)}
 
 
 @pytest.mark.parametrize(("mode", "query_len"), [("FULL", None), ("FULL_DECODE_ONLY", 1), ("FULL_DECODE_ONLY", 2)])
@@ -97,25 +83,21 @@ def test_a_progress_bar_on_the_first_rank(
     assert ("capturing" in capsys.readouterr().err) == shown
 
 
-def test_capturing_twice_is_refused_and_changes_nothing() -> None:
-    manager = captured(Rows().eval())
+@pytest.mark.parametrize(
+    ("mode", "num_keys", "found", "remedy"),
+    [("FULL", 3, "3 keys", "recapture"), ("NONE", 0, "a dispatcher without keys", "mode and sizes")],
+)
+def test_where_nothing_is_to_be_captured_a_capture_is_refused(
+    mode: str, num_keys: int, found: str, remedy: str
+) -> None:
+    manager = captured(Rows().eval(), mode)
     with pytest.raises(CaptureError, match="nothing to capture") as raised:
         manager.capture()
-    assert "3 keys" in raised.value.found
-    assert "recapture" in raised.value.remedy
-    assert manager.runtime.stats().captured == 3
+    assert found in raised.value.found
+    assert remedy in raised.value.remedy
+    assert manager.runtime.stats().captured == num_keys
     assert_right(manager)
-
-
-def test_a_dispatcher_without_keys_needs_no_capture() -> None:
-    manager = made(Rows().eval(), "NONE")
-    assert not manager.needs_capture()
-    with pytest.raises(CaptureError, match="nothing to capture") as raised:
-        manager.capture()
-    assert raised.value.found == "a dispatcher without keys"
-    assert "mode and sizes" in raised.value.remedy
-    assert_right(manager)
-    assert manager.stats().fallbacks == {DispatchReason.DISABLED: 3}
+    assert manager.stats().fallbacks == ({} if num_keys else {DispatchReason.DISABLED: 3})
 
 
 @torch.library.custom_op("graphpass_manager_test::fails_at", mutates_args=())

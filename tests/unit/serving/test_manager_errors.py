@@ -18,7 +18,6 @@ from tests.unit.serving.managed import (
     WIDTH,
     Attends,
     DictBuilder,
-    Doubled,
     Rows,
     SlotBuilder,
     X,
@@ -58,17 +57,6 @@ def test_inputs_that_do_not_fit_are_refused_and_nothing_is_written(mode: str) ->
         assert raised.value.expected != raised.value.found, name
         torch.testing.assert_close(manager.buffers["x"], before, rtol=0, atol=0)
         assert_right(manager, [3, 8, 9])
-
-
-def test_an_input_that_overlaps_its_own_buffer_is_copied_right() -> None:
-    """The rest of a batch, as a view of where it lies."""
-    manager = captured(Doubled())
-    x = rows(8)
-    run(manager, x)
-    torch.testing.assert_close(run(manager, manager.buffers["x"][1:4]), x[1:4] * 2 + 1)
-    assert_right(manager)
-    run(manager, x)
-    torch.testing.assert_close(run(manager, manager.buffers["x"][:4]), x[:4] * 2 + 1)
 
 
 @pytest.mark.parametrize("option", ["mode", "capture_sizes", "dynamic_dims", "outputs", "runtime", "lazy_capture"])

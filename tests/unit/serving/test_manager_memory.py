@@ -5,44 +5,29 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
-from collections.abc import Iterator, Sequence
-from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
 
-from graphpass import BatchDescriptor, CudaGraphManager, DispatchReason, GraphRuntime
+from graphpass import BatchDescriptor, CudaGraphManager, DispatchReason
 from graphpass.errors import CaptureError, OptionError
 from tests.unit.serving.managed import (
     EVENTS,
     LARGEST,
-    SIZES,
-    WIDTH,
     Attends,
     GrowingRuntime,
+    Requests,
     Rows,
     SlotBuilder,
     assert_right,
     captured,
-    captured_keys,
     hits,
     made,
     notes,
     rows,
     run,
 )
-
-
-class CountingRuntime(GrowingRuntime):
-    """Counts what throwaway pools were given."""
-
-    largest_pool = 0
-
-    def pool_bytes(self) -> int:
-        found = super().pool_bytes()
-        self.largest_pool = max(self.largest_pool, found)
-        return found
 
 
 def sampled(manager: CudaGraphManager) -> dict[str, list[int]]:
@@ -62,21 +47,16 @@ def test_the_capture_uses_what_the_estimate_compiled() -> None:
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
 def test_an_estimate_between_steps_changes_no_step(mode: str) -> None:
     model = Attends().eval()
-    builder, beside = SlotBuilder(), torch.zeros(16, WIDTH)
+    builder, requests = SlotBuilder(), Requests(model)
     manager = captured(model, mode, attention=builder)
     before = manager.runtime.stats().captured
     for step in range(3):
-        x, slots = rows(3), [step, step + 1, 7]
-        with torch.no_grad():
-            beside[slots] += model.before(x)
-            expected = model.after(beside[slots]).relu() + x
-        torch.testing.assert_close(run(manager, x, attention=slots), expected)
+        requests.agree(manager, [step, step + 1, 7])
         manager.dispatcher.add_key(
             *((mode, BatchDescriptor(5 + step)) if mode == "PIECEWISE" else ("FULL", _key(mode, 5 + step)))
         )
         manager.estimate()
-        torch.testing.assert_close(builder.sums[:16], beside)
-        manager.buffers["x"][:3] = x
+        torch.testing.assert_close(builder.sums[:16], requests.sums)
     assert manager.runtime.stats().captured == before
     assert sum(hits(manager).values()) == 3
 
@@ -132,38 +112,6 @@ def test_where_a_key_cannot_be_captured_nothing_is_left() -> None:
 # -- within a limit ---------------------------------------------------------------------------------------------------
 
 
-class ErraticRuntime(GraphRuntime):
-    """A pool whose graphs take other numbers of bytes each time they are captured."""
-
-    def __init__(self, growths: Sequence[int]) -> None:
-        super().__init__()
-        self._growths: Iterator[int] = cycle(growths)
-        self._num_graphs = self._pool = 0
-
-    def pool_bytes(self) -> int:
-        num_graphs = sum(counts.static_sets for counts in self.counts().values())
-        if num_graphs < self._num_graphs:
-            self._num_graphs = self._pool = 0
-        for _ in range(num_graphs - self._num_graphs):
-            self._pool += next(self._growths)
-        self._num_graphs = num_graphs
-        return self._pool
-
-
-@pytest.mark.parametrize("growths", [(5, 1, 1), (1, 5, 9), (0, 7), (9,), (1, 1, 1, 9, 1, 1, 9)])
-@pytest.mark.parametrize("max_bytes", [0, 4, 9])
-def test_a_pool_that_cannot_be_foretold_ends_below_the_limit(growths: tuple[int, ...], max_bytes: int) -> None:
-    manager = made(Rows().eval(), "FULL_AND_PIECEWISE", runtime=ErraticRuntime(growths))
-    manager.capture(max_bytes=max_bytes)
-    stats = manager.stats()
-    assert stats.pool_bytes <= max_bytes
-    assert len(stats.keys) + len(stats.left_out) == 2 * len(SIZES)
-    assert len(captured_keys(manager)) == len(set(captured_keys(manager)))
-    graphs = manager.runtime.stats().captured
-    assert_right(manager, range(1, LARGEST + 1))
-    assert manager.runtime.stats().captured == graphs, "keys left out stay left out"
-
-
 # A manager's counts and reasons, as tables and for Prometheus.
 
 
@@ -197,7 +145,7 @@ def test_stats_count_batches_tokens_and_reasons() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("prometheus_client") is None, reason="prometheus-client is not here")
 def test_prometheus_text() -> None:
-    manager = captured(Rows().eval(), runtime=CountingRuntime())
+    manager = captured(Rows().eval(), runtime=GrowingRuntime())
     for num_tokens in (3, 3, 8, 9):
         run(manager, rows(num_tokens))
     lines = manager.stats().prometheus().splitlines()

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graphpass import Batch, CUDAGraphMode, InputSpec
+from graphpass import Batch, InputSpec
 from graphpass.errors import CaptureError
 from tests.unit.models import module
 from tests.unit.serving.managed import (
@@ -278,10 +278,3 @@ def test_state_that_tokens_are_summed_into_is_refused_and_a_counter_of_steps_is_
     manager = captured(module(keeps, sums=False, total=torch.zeros(WIDTH)))
     run(manager, rows(3))
     assert manager.model.total.tolist() == [1] * WIDTH
-
-
-def test_a_manager_for_eager_batches_alone_asks_as_well() -> None:
-    manager = made(lambda x: x - x.mean(0), "NONE")
-    assert manager.dispatcher.mode is CUDAGraphMode.NONE
-    with pytest.raises(CaptureError, match="mixes the tokens"):
-        run(manager, rows(3))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,6 @@ import graphpass as gp
 from graphpass import Batch, CudaGraphManager, InputSpec
 from graphpass.errors import OptionError, ShapeError
 from graphpass.serving.buffers import InputBuffers, RealInputs
-from graphpass.serving.recipe import Recipe, result_buffers
 from tests.unit.serving.managed import captured, sum_of_rows
 
 WIDTH, LARGEST = 4, 10
@@ -84,19 +82,6 @@ def test_a_function_that_returns_another_shape_is_refused_and_the_next_batch_is_
     wrong[0] = False
     x = torch.randn(2, WIDTH)
     assert torch.equal(filled(buffers, {"x": x}, 2, 4)["x"], torch.cat([x, torch.ones(2, WIDTH)]))
-
-
-def test_restoring_restores_the_buffers() -> None:
-    buffers = InputBuffers([InputSpec("x", (LARGEST, WIDTH), torch.float32, padding=1)], CPU)
-    x = torch.randn(5, WIDTH)
-    filled(buffers, {"x": x}, 5, 8)
-    with contextlib.suppress(KeyError), buffers.restoring():
-        filled(buffers, {"x": torch.zeros(9, WIDTH)}, 9, 10)
-        raise KeyError
-    assert torch.equal(buffers.tensors["x"], torch.cat([x, torch.ones(5, WIDTH)]))
-    assert mask(buffers).tolist() == [n >= 5 for n in range(LARGEST)]
-    given = filled(buffers, {"x": x[:3]}, 3, 8)["x"]
-    assert torch.equal(given, torch.cat([x[:3], torch.ones(5, WIDTH)]))
 
 
 @pytest.mark.parametrize("rule", [0, "repeat"])
@@ -170,25 +155,6 @@ def test_a_padding_value_that_the_dtype_cannot_hold_is_refused_by_name(padding: 
     assert raised.value.found == repr(padding)
 
 
-def test_output_buffers_store_and_cut_results() -> None:
-    leaves = [torch.ones(3, 2), None, torch.ones(4)]
-    cuts = ({0: "num_tokens"}, {}, {})
-    outputs = Recipe(None, list, cuts, result_buffers(leaves, cuts, {"num_tokens": LARGEST}), (0, None, 1), None)
-    assert [None if b is None else tuple(b.shape) for b in outputs.buffers] == [(LARGEST, 2), None, (4,)]
-    outputs.store_leaves([torch.full((5, 2), 7.0), None, torch.arange(4.0)], {"num_tokens": 5})
-    assert outputs.cut(0, {"num_tokens": 5}).eq(7).all()
-    assert outputs.cut(0, {"num_tokens": 10})[5:].eq(0).all()
-    assert outputs.cut(1, {"num_tokens": 5}) is None
-    whole = outputs.cut(2, {"num_tokens": 5})
-    assert whole is not outputs.cut(2, {"num_tokens": 5})
-    assert torch.equal(whole, torch.arange(4.0))
-    assert outputs.num_bytes() == 4 * (LARGEST * 2 + 4)
-    for wrong in (torch.ones(4, 2), torch.ones(5, 2).double()):
-        with pytest.raises(ShapeError, match="output 0"):
-            outputs.store_leaves([wrong, None, torch.ones(4)], {"num_tokens": 5})
-    assert outputs.cut(0, {"num_tokens": 5}).eq(7).all(), "nothing was written"
-
-
 # -- through a manager: the token dimension anywhere
 
 
@@ -251,44 +217,6 @@ def test_as_many_requests_as_tokens(largest: int) -> None:
 
 
 # -- through a manager: padding
-
-
-class Sums(nn.Module):
-    """Shows what lies in all rows that it is given."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return x * 2, sum_of_rows(x)
-
-
-RULES: Mapping[str, tuple[Any, Callable[[torch.Tensor, int], torch.Tensor]]] = {
-    "zero": (0, lambda x, padded: x.sum(0)),
-    "a value": (3.0, lambda x, padded: x.sum(0) + 3.0 * (padded - len(x))),
-    "repeat": ("repeat", lambda x, padded: x.sum(0) + x[-1] * (padded - len(x))),
-    "a function": (
-        lambda real, shape: torch.cat([real, real.new_full((shape[0] - len(real), *shape[1:]), 5.0)]),
-        lambda x, padded: x.sum(0) + 5.0 * (padded - len(x)),
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "mode"), [*((name, "FULL") for name in RULES), ("zero", "PIECEWISE"), ("repeat", "PIECEWISE")]
-)
-def test_a_model_sees_the_declared_padding_whatever_was_there_before(name: str, mode: str) -> None:
-    rule, expected = RULES[name]
-    spec = InputSpec("x", (LARGEST, WIDTH), torch.float32, padding=rule)
-    manager = manager_of(Sums(), [spec], mode)
-    for num_tokens in (3, 1, 4, 7, 2, 9, 5):
-        for poison in (8, LARGEST):
-            manager.run(Batch(poison, inputs={"x": torch.full((poison, WIDTH), math.nan)}))
-        x = torch.randn(num_tokens, WIDTH)
-        padded = num_tokens if num_tokens > 8 else 4 if num_tokens <= 4 else 8
-        for _ in range(2):
-            doubled, total = manager.run(Batch(num_tokens, inputs={"x": x}))
-            assert torch.equal(doubled, x * 2)
-            torch.testing.assert_close(total, expected(x, padded))
-        manager.buffers["x"][:num_tokens] = x + 1
-        torch.testing.assert_close(manager.run(Batch(num_tokens))[1], expected(x + 1, padded))
 
 
 class Masked(nn.Module):
