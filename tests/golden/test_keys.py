@@ -52,6 +52,9 @@ FULL: 4 tokens num_reqs=4 uniform=True, 2 tokens num_reqs=2 uniform=True, 1 toke
         {"num_tokens": 0},
         {"num_tokens": 3, "num_reqs": 3, "uniform_decode": True, "allowed_modes": ("NONE", "PIECEWISE")},
         {"num_tokens": 3, "allowed_modes": ("NONE",)},
+        {"num_tokens": 6, "uniform_decode": True},
+        {"num_tokens": 9, "uniform_decode": True},
+        {"num_tokens": 4, "extra": (("a", 1),)},
     ]
     assert_expected_inline(
         decisions_of(dispatcher, batches),
@@ -64,18 +67,22 @@ num_tokens=9 num_reqs=2 -> NONE 9 tokens, TOO_LARGE
 num_tokens=0 -> NONE 0 tokens, EMPTY
 num_tokens=3 num_reqs=3 uniform_decode=True allowed_modes=('NONE', 'PIECEWISE') -> PIECEWISE 4 tokens, RELAXED
 num_tokens=3 allowed_modes=('NONE',) -> NONE 3 tokens, DISABLED
+num_tokens=6 uniform_decode=True -> PIECEWISE 8 tokens, RELAXED
+num_tokens=9 uniform_decode=True -> NONE 9 tokens, TOO_LARGE
+num_tokens=4 extra=(('a', 1),) -> NONE 4 tokens, NO_KEY
 """,
     )
 
 
 def test_what_is_not_captured_yet() -> None:
     dispatcher = CudagraphDispatcher("FULL", [2, 4], max_num_reqs=4)
-    batches = [{"num_tokens": 3}, {"num_tokens": 4}]
+    batches = [{"num_tokens": 3}, {"num_tokens": 4}, {"num_tokens": 4, "num_reqs": 5}]
     assert_expected_inline(
         decisions_of(dispatcher, batches),
         """\
 num_tokens=3 -> NONE 3 tokens, NOT_CAPTURED
 num_tokens=4 -> NONE 4 tokens, NOT_CAPTURED
+num_tokens=4 num_reqs=5 -> NONE 4 tokens, TOO_LARGE
 """,
     )
     with pytest.raises(DispatchError, match=r"not been captured.*; found num_tokens=3; remedy"):
@@ -86,6 +93,7 @@ num_tokens=4 -> NONE 4 tokens, NOT_CAPTURED
         """\
 num_tokens=3 -> FULL 4 tokens num_reqs=4, PADDED
 num_tokens=4 -> FULL 4 tokens num_reqs=4, EXACT
+num_tokens=4 num_reqs=5 -> NONE 4 tokens, TOO_LARGE
 """,
     )
 
@@ -102,6 +110,7 @@ FULL: 8 tokens num_reqs=2 uniform=True, 4 tokens num_reqs=1 uniform=True
         {"num_tokens": 4, "num_reqs": 1, "uniform_decode": True},
         {"num_tokens": 8, "num_reqs": 2, "uniform_decode": True},
         {"num_tokens": 5, "num_reqs": 2},
+        {"num_tokens": 12, "uniform_decode": True},
     ]
     assert_expected_inline(
         decisions_of(dispatcher, batches),
@@ -109,6 +118,7 @@ FULL: 8 tokens num_reqs=2 uniform=True, 4 tokens num_reqs=1 uniform=True
 num_tokens=4 num_reqs=1 uniform_decode=True -> FULL 4 tokens num_reqs=1 uniform=True, EXACT
 num_tokens=8 num_reqs=2 uniform_decode=True -> FULL 8 tokens num_reqs=2 uniform=True, EXACT
 num_tokens=5 num_reqs=2 -> NONE 5 tokens, DISABLED
+num_tokens=12 uniform_decode=True -> NONE 12 tokens, TOO_LARGE
 """,
     )
 

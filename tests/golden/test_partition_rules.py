@@ -1,5 +1,5 @@
 # ruff: noqa: E501  (golden text is as wide as a dump)
-"""Golden dumps: one small graph for each rule and each way of cutting."""
+"""Golden dumps: one small graph for each rule and each way of cutting; a whole layer is in docs/concepts/how_it_works."""
 
 from __future__ import annotations
 
@@ -101,31 +101,6 @@ r2 captured(v0, v3):
   v4: f32[s0] = operator.mul(v3, 2)
   -> v4
 return (v4,)
-""",
-    )
-
-
-def test_host_read_and_its_consumer() -> None:
-    dump = dump_of(lambda x: (x.sin() * x.sum().item()).cos(), torch.rand(3), capture_scalar_outputs=True)
-    assert_expected_inline(
-        dump,
-        """\
-inputs:
-  v0: Sym(s0)
-  v1: f32[s0]
-r0 captured(v0, v1):
-  v2: f32[s0] = Tensor.sin(v1)
-  v3: f32[] = Tensor.sum(v1)
-  -> v2, v3
-r1 eager(v0, v3, v2):
-  reason: host read: Tensor.item; host scalar: operator.mul uses what Tensor.item read
-  v4: Sym(u0) = Tensor.item(v3)
-  v5: f32[s0] = operator.mul(v2, v4)
-  -> v5
-r2 captured(v0, v5):
-  v6: f32[s0] = Tensor.cos(v5)
-  -> v6
-return (v6,)
 """,
     )
 
@@ -308,13 +283,28 @@ return (v9,)
     )
 
 
-def test_the_dump_does_not_depend_on_names() -> None:
-    def first(x: torch.Tensor) -> torch.Tensor:
-        product = x * 2
-        return product + 1
+def test_stitched_source() -> None:
+    def function(x: torch.Tensor, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = x @ weight
+        first = torch.softmax(hidden, -1) + x
+        return {"first": first, "second": torch.softmax(first @ weight, -1)}
 
-    def second(tensor: torch.Tensor) -> torch.Tensor:
-        y = tensor * 2
-        return y + 1
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+            return function(x, weight)
 
-    assert dump_of(first, torch.rand(3)) == dump_of(second, torch.rand(3))
+    split = partition(fx.symbolic_trace(Model()), SOFTMAX, example_inputs=(torch.rand(4, 4),) * 2)
+    assert_expected_inline(
+        split._stitching.source(),
+        """\
+def stitched(x, weight):
+    matmul, = r0(x, weight)
+    softmax, = r1(matmul)
+    del matmul
+    add, matmul_1 = r2(softmax, x, weight)
+    del x, weight, softmax
+    softmax_1, = r3(matmul_1)
+    del matmul_1
+    return {'first': add, 'second': softmax_1}
+""",
+    )

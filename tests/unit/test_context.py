@@ -80,12 +80,6 @@ def test_what_names_no_graph_is_refused(
     assert error is not ContextError or str(mode).upper() in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["FULL", "full", "Piecewise", "none"])
-def test_a_mode_by_its_name(name: str) -> None:
-    with set_forward_context(runtime_mode=name, batch_descriptor=KEY) as context:
-        assert context.runtime_mode is CUDAGraphMode[name.upper()]
-
-
 # Batch descriptors as dictionary keys.
 
 
@@ -166,10 +160,3 @@ def test_what_a_mode_means(
     assert mode.requires_piecewise_compilation() is piecewise
     assert mode.without_piecewise() is without_piecewise
     assert {runtime for runtime in (NONE, PIECEWISE, FULL) if mode.has_mode(runtime)} == {decode, mixed}
-
-
-@pytest.mark.parametrize("unknown", ["", "FULLER", "full and piecewise", None, 2, (2, 0)])
-def test_unknown_modes_are_refused(unknown: object) -> None:
-    with pytest.raises(OptionError, match="FULL_AND_PIECEWISE") as refused:
-        CUDAGraphMode.parse(unknown)  # type: ignore[arg-type]
-    assert isinstance(refused.value, ValueError)

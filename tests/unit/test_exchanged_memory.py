@@ -34,22 +34,9 @@ def average(self: Any, x: torch.Tensor) -> torch.Tensor:
     return x.tanh() + self.ema
 
 
-def codebook(self: Any, x: torch.Tensor) -> torch.Tensor:
-    nearest = torch.cdist(x, self.book).argmin(1)
-    chosen = torch.nn.functional.one_hot(nearest, 6).to(x.dtype)
-    self.book.data = 0.9 * self.book.data + 0.1 * (chosen.t() @ x)
-    return self.book[nearest]
-
-
 def decay(self: Any, x: torch.Tensor) -> torch.Tensor:
     self.weight.data = self.weight.data * 0.99
     return (x.tanh() * self.weight).exp()
-
-
-def decay_after_use(self: Any, x: torch.Tensor) -> torch.Tensor:
-    y = x.tanh() * self.weight
-    self.weight.data = self.weight.data * 0.99
-    return y.exp()
 
 
 def argument(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -86,12 +73,6 @@ def two_exchanged(self: Any, x: torch.Tensor) -> torch.Tensor:
     return x.exp() + self.ema - self.weight
 
 
-def old_memory_written(self: Any, x: torch.Tensor) -> torch.Tensor:
-    self.ema.data.mul_(0.5)
-    self.ema.data = self.ema.data + x.tanh().mean(0)
-    return x.exp() + self.ema
-
-
 def other_shape(self: Any, x: torch.Tensor) -> torch.Tensor:
     self.ema.data = x.flatten()
     return x.tanh().exp()
@@ -109,8 +90,8 @@ def rows_kept(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 PROGRAMS = [
-    average, codebook, decay, decay_after_use, argument, result_shared, view_of_the_argument, twice, two_exchanged,
-    old_memory_written, other_shape, rows_kept, swapped,
+    average, decay, argument, result_shared, view_of_the_argument, twice, two_exchanged, other_shape, rows_kept,
+    swapped,
 ]  # fmt: skip
 
 

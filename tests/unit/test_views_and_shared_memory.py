@@ -172,29 +172,3 @@ def test_an_argument_that_moves_through_a_static_buffer_is_refused_in_the_end(rt
     with pytest.raises(StaticInputError, match=r"'v' .* keeps moving inside a static input"):
         run(fast, "FULL", torch.ones(4), views[4])
     assert rt.stats().captured == 4
-
-
-UNPADDED: dict[str, tuple[Any, Any, Any]] = {
-    "a mean times zero": (lambda x, c: x * c.mean(), torch.zeros(6, 3), torch.randn(6)),
-    "a mean that is not chosen": (
-        lambda x, c: torch.where(x > 9, x * c.mean(), x), torch.zeros(6, 3), torch.randn(6)
-    ),
-    "all of a mask": (lambda x, c: x * c.all(), torch.ones(6, 3), torch.zeros(6, dtype=torch.bool)),
-    "a maximum": (lambda x, c: x * c.amax(), torch.ones(6, 3), torch.full((6,), 7)),
-    "a comparison": (lambda x, c: x + (c > 100).float().mean(), torch.ones(6, 3), torch.randn(6)),
-    "its own length": (
-        lambda x, c: x * c[torch.arange(x.shape[0]).clamp(max=c.shape[0] - 1)][:, None],
-        torch.ones(6, 3),
-        torch.randn(6),
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", UNPADDED)
-def test_sizes_whose_padding_matters_only_for_later_data_are_not_padded(name: str) -> None:
-    model, first, other = UNPADDED[name]
-    fast = gp.graphed(model, [4, 8, 16], {"x": 0}, compiler="eager")
-    fast.capture(first, other)
-    for x in (first, torch.full((6, 3), 10.0)):
-        for c in (other, ~other if other.dtype is torch.bool else -other):
-            torch.testing.assert_close(fast(x, c), model(x, c))

@@ -26,19 +26,6 @@ def plus_one(x: torch.Tensor) -> torch.Tensor:
 # -- row 1: no context, NONE, another mode -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mode", "other"), [("FULL", "PIECEWISE"), ("PIECEWISE", "FULL"), ("FULL", "NONE")])
-@pytest.mark.parametrize("captured", [False, True])
-def test_under_another_mode_it_calls_the_region(rig: Any, mode: str, other: str, captured: bool) -> None:
-    wrapper = rig.wrap(plus_one, mode)
-    if captured:
-        rig.capture(wrapper, X, at_mode=mode)
-    before = wrapper.unwrap().calls
-    with rig.runtime.capturing():
-        assert torch.equal(rig.call(wrapper, X, at_mode=other), X + 1)
-    assert wrapper.unwrap().calls == before + 1
-    assert rig.runtime.stats().replayed == captured
-
-
 # -- row 2: absent, capture open ---------------------------------------------------------------------------------------
 
 

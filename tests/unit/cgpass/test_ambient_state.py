@@ -16,8 +16,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 import graphpass as gp
 from graphpass import BatchDescriptor, CUDAGraphMode, CUDAGraphWrapper, GraphRuntime
 from graphpass.errors import CaptureError
-from tests.unit.cgpass.attended import COMPILERS, FULL, Attended, Make, expected_counts
-from tests.unit.compiled import BOTH, agrees
+from tests.unit.cgpass.attended import COMPILERS, FULL, Make
+from tests.unit.compiled import agrees
 from tests.unit.models import module
 
 
@@ -63,23 +63,6 @@ def test_a_compilation_at_the_second_call_has_the_settings_of_the_trace() -> Non
 
 
 # -- autocast
-
-
-@COMPILERS
-def test_autocast_around_the_call(keyed: Make, compiler: str) -> None:
-    fast = keyed(Attended().eval(), compiler=compiler)
-    autocast = torch.autocast("cpu", torch.bfloat16)
-    for mode in BOTH:
-        with autocast:
-            fast.capture(mode)
-        fast.capture(mode)
-    for mode in BOTH * 2:
-        with autocast:
-            fast.check(mode)
-            assert fast.at(mode, 4, torch.randn(4, 6)).dtype is torch.bfloat16
-        fast.check(mode)
-    for mode in BOTH:
-        assert fast.tally(mode) == {**expected_counts(mode, 4, (1, 5)), **expected_counts(mode, 4, (1, 3), graph="g1")}
 
 
 def test_a_wrapped_module_freezes_no_cast_weights(rt: GraphRuntime) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,40 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graphpass import BatchDescriptor
 from tests.unit.cgpass.attended import Make
-from tests.unit.compiled import BOTH, agrees
+from tests.unit.compiled import agrees
 from tests.unit.models import module
 
 # -- random numbers
 
 
 # -- structured arguments and Python values
-
-
-def drawn() -> torch.Tensor:
-    return torch.randn(4, 6)
-
-
-def with_values(x: torch.Tensor, bias: Any = None, times: int = 1, rate: float = 0.5, flip: bool = False) -> Any:
-    y = torch.ops.cgpasstest.attend(x) * times + rate
-    y = y.flip(0) if flip else y
-    return y if bias is None else y + bias
-
-
-VALUES = [{}, {"bias": torch.ones(6)}, {"times": 3}, {"rate": 0.25}, {"flip": True}]
-
-
-def test_values_that_take_turns_are_never_mixed_up(keyed: Make) -> None:
-    """An int is baked, so it is in the key; everything else is Dynamo's to tell apart."""
-    fast = keyed(with_values, dynamic=True)
-    captured = []
-    for capture in (True, False):
-        for values, mode in itertools.product((*VALUES, *reversed(VALUES)), BOTH):
-            x, key = drawn(), BatchDescriptor(4, extra=(("times", values.get("times", 1)),))
-            agrees(fast.at(mode, key, x, **values, capture=capture), with_values(x, **values))
-        captured.append(fast.captured)
-    assert captured[0] == captured[1], "each set of values has its graph"
 
 
 def test_a_written_parameter_that_is_assigned_stays_that_parameter(compiled: Make) -> None:

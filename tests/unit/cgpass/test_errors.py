@@ -47,6 +47,15 @@ BAD_OPTIONS = [
     ({"capture_sizes": {"seq": "12"}}, "12", ""),
     ({"dynamic_dims": ["x"]}, "['x']", ""),
     ({"dynamic_dims": {"x": "rows"}}, "rows", ""),
+    ({"compile_sizes": []}, "[]", ""),
+    ({"compile_sizes": [0]}, "[0]", ""),
+    ({"compile_sizes": 8}, "8", ""),
+    ({"compile_ranges": [8]}, "[8]", ""),
+    ({"compile_ranges": [(8, 4)]}, "(8, 4)", ""),
+    ({"compile_ranges": [(1, 8), (8, 16)]}, "(8, 16)", ""),
+    ({"compile_ranges": [(1, 8, 16)]}, "(1, 8, 16)", ""),
+    ({"compile_sizes": {"num_reqs": [8], "seq_len": [16]}}, "seq_len", ""),
+    ({"compile_sizes": {"num_reqs": [8]}, "compile_ranges": {"seq_len": [(1, 8)]}}, "seq_len", ""),
 ]
 
 
@@ -55,6 +64,7 @@ def test_a_bad_option_is_refused_early(given: dict[str, Any], found: str, remedy
     with pytest.raises(OptionError) as raised:
         cgpass.options(**given)
     assert found in raised.value.found
+    assert next(iter(given)) in f"{raised.value.problem}: {raised.value.found}"
     assert remedy in raised.value.remedy
     assert raised.value.expected
 

@@ -11,11 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
-import cgpass
-from graphpass import GraphRuntime
 from tests.observed import calls_with_graph
 from tests.unit.cgpass.attended import Make
-from tests.unit.models import module
 
 VALUES = [0.1 + 0.07 * step for step in range(20)]
 Program = Callable[[torch.Tensor, float], Any]
@@ -56,19 +53,6 @@ def scaled(x: torch.Tensor, thr: float) -> torch.Tensor:
     return x
 
 
-class Compiled:
-    """A function compiled with cgpass, which counts its compilations."""
-
-    def __init__(self, function: Program, compiler: str, dynamic: bool | None) -> None:
-        self.runtime, self.num_compiled = GraphRuntime(), 0
-        self._options = cgpass.options(runtime=self.runtime, compiler=compiler, dispatch="auto")
-        self.call = torch.compile(function, backend=self._compile, dynamic=dynamic)
-
-    def _compile(self, graph_module: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
-        self.num_compiled += 1
-        return cgpass.backend(graph_module, example_inputs, options=self._options)
-
-
 def inputs(dtype: torch.dtype, count: int = len(VALUES)) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [(3 * torch.randn(5, 4, generator=generator)).to(dtype) for _ in range(count)]
@@ -76,19 +60,19 @@ def inputs(dtype: torch.dtype, count: int = len(VALUES)) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_as_many_compilations_as_torch_compile(name: str, dynamic: bool | None) -> None:
+def test_as_many_compilations_as_torch_compile(compiled: Make, name: str, dynamic: bool | None) -> None:
     program, plain = PROGRAMS[name], CompileCounterWithBackend("eager")
-    fast = Compiled(program, "eager", dynamic)
+    fast = compiled(program, dynamic=dynamic)
     of_torch = torch.compile(program, backend=plain, dynamic=dynamic)
     with torch.no_grad():
         for x, thr in zip(inputs(torch.float32), VALUES, strict=True):
-            torch.testing.assert_close(fast.call(x.clone(), thr), program(x.clone(), thr))
-        replayed = calls_with_graph(fast.runtime)
+            torch.testing.assert_close(fast(x.clone(), thr), program(x.clone(), thr))
+        replayed = calls_with_graph(fast.rt)
         torch.compiler.reset()
         for x, thr in zip(inputs(torch.float32), VALUES, strict=True):
             of_torch(x, thr)
-    assert fast.num_compiled == plain.frame_count
-    assert replayed == len(VALUES) - fast.num_compiled
+    assert fast.rt.stats().callables == plain.frame_count
+    assert replayed == len(VALUES) - fast.rt.stats().callables
 
 
 @pytest.mark.parametrize(
@@ -102,16 +86,16 @@ def test_as_many_compilations_as_torch_compile(name: str, dynamic: bool | None) 
     ],
 )
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_results_have_type_and_values_of_eager(name: str, compiler: str, dtype: torch.dtype) -> None:
+def test_results_have_type_and_values_of_eager(compiled: Make, name: str, compiler: str, dtype: torch.dtype) -> None:
     if dtype is torch.int64 and ("in place" in name or name in ("item assignment", "masked_fill")):
         pytest.skip("not defined for integers")
     program = PROGRAMS[name]
-    fast = Compiled(program, compiler, True)
+    fast = compiled(program, dynamic=True, compiler=compiler)
     with torch.no_grad():
         for x, thr in zip(inputs(dtype, 6), VALUES[:18:3], strict=True):
             want = program(x.clone(), thr)
-            torch.testing.assert_close(fast.call(x.clone(), thr), want, equal_nan=True)
-    assert calls_with_graph(fast.runtime) >= 3
+            torch.testing.assert_close(fast(x.clone(), thr), want, equal_nan=True)
+    assert calls_with_graph(fast.rt) >= 3
 
 
 @pytest.mark.parametrize(
@@ -125,27 +109,17 @@ def test_results_have_type_and_values_of_eager(name: str, compiler: str, dtype: 
         ("sym_int", lambda x, thr: x * int(thr * 100)),
     ],
 )
-def test_where_an_operator_takes_numbers_each_value_is_compiled_apart_and_that_is_said(op: str, program: Any) -> None:
-    fast = Compiled(program, "eager", None)
+def test_where_an_operator_takes_numbers_each_value_is_compiled_apart_and_that_is_said(
+    compiled: Make, op: str, program: Any
+) -> None:
+    fast = compiled(program)
     with torch.no_grad():
         for x, thr in zip(inputs(torch.float32, 3), (0.1, 0.2, 0.3), strict=True):
-            torch.testing.assert_close(fast.call(x, thr), program(x, thr))
-    assert fast.num_compiled == 3
-    (problem,) = [p.what for p in fast.runtime.report().problems if "each value is compiled apart" in p.what]
+            torch.testing.assert_close(fast(x, thr), program(x, thr))
+    assert fast.rt.stats().callables == 3
+    problem = fast.problem("each value is compiled apart").what
     assert "the float thr is a constant" in problem
     assert op in problem
-
-
-def test_a_module_s_float_is_an_input_when_it_changes() -> None:
-    scaled: Any = module(lambda self, x: x * self.scale, scale=0.5)
-    fast = Compiled(lambda x, _: scaled(x), "eager", True)
-    with torch.no_grad():
-        for x in inputs(torch.float32, 4):
-            fast.call(x, 0.0)
-        assert fast.num_compiled == 1
-        for x, scaled.scale in zip(inputs(torch.float32), VALUES, strict=True):
-            torch.testing.assert_close(fast.call(x, 0.0), x * scaled.scale)
-    assert fast.num_compiled == 2
 
 
 def test_results_that_share_memory_share_it_beside_a_float(compiled: Make) -> None:

@@ -108,10 +108,6 @@ def on_device(x: torch.Tensor) -> torch.Tensor:
     return x * torch.arange(x.shape[0]).to(torch.int32)[:, None]
 
 
-def of_an_input(x: torch.Tensor) -> torch.Tensor:
-    return x * (x[:, 0].float() * 2).to(torch.float64)[:, None]
-
-
 def used_twice(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     at = torch.arange(x.shape[0])
     return x * at.to(torch.int32)[:, None], at
@@ -123,35 +119,24 @@ def written_outside(x: torch.Tensor) -> torch.Tensor:
     return x * at.to(torch.int32)[:, None]
 
 
-def drawn(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.rand(x.shape[0]).to(torch.float64)[:, None]
-
-
 def drawn_between(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     torch.rand([])
     return x * torch.rand(x.shape[0]).to(torch.float64)[:, None], torch.rand(2)
-
-
-def drawn_like(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.rand_like(torch.zeros(x.shape[0]), dtype=torch.float64)[:, None]
-
-
-def of_data(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.ones(6).nonzero().to(torch.int32).sum()
 
 
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
         (on_device, (1, 1)),
-        (of_an_input, None),
+        (lambda x: x * (x[:, 0].float() * 2).to(torch.float64)[:, None], None),
         (used_twice, None),
         (written_outside, None),
-        (drawn, (1, 1)),
+        (lambda x: x * torch.rand(x.shape[0]).to(torch.float64)[:, None], (1, 1)),
         (drawn_between, None),
-        (drawn_like, None),
-        (of_data, None),
+        (lambda x: x * torch.rand_like(torch.zeros(x.shape[0]), dtype=torch.float64)[:, None], None),
+        (lambda x: x * torch.ones(6).nonzero().to(torch.int32).sum(), None),
     ],
+    ids=["of a size", "of an input", "used twice", "written", "drawn", "drawn between", "drawn like", "of data"],
 )
 def test_only_what_sizes_determine_is_made_ahead(
     function: Callable[..., Any], expected: tuple[int, int] | None

@@ -50,21 +50,8 @@ def test_rows_that_are_not_padded_are_the_error_of_the_call_that_has_them(keyed:
         fast.check("FULL", sizes=[8], capture=capture)
 
 
-def doubled(x: torch.Tensor) -> torch.Tensor:
-    return torch.cat([x, x]).relu() * 2
-
-
-def pairs(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """``y`` has two rows for each of ``x``."""
-    return x.repeat_interleave(2, 0) + y
-
-
-def by_request(x: torch.Tensor) -> torch.Tensor:
-    return x.sum(1, keepdim=True) + x
-
-
-def requests(n: int) -> tuple[torch.Tensor]:
-    return (torch.randn(n, 3, 2),)
+BY_REQUEST: Callable[..., Any] = lambda x: x.sum(1, keepdim=True) + x  # noqa: E731
+REQUESTS: Callable[..., Any] = lambda n: (torch.randn(n, 3, 2),)  # noqa: E731
 
 
 def images(n: int) -> BatchDescriptor:
@@ -74,10 +61,18 @@ def images(n: int) -> BatchDescriptor:
 @pytest.mark.parametrize(
     ("model", "make", "keys"),
     [
-        (doubled, lambda n: (torch.randn(n, 6).mul(2),), {4: BatchDescriptor(4), 8: BatchDescriptor(8)}),
-        (pairs, lambda n: (torch.randn(n), torch.randn(2 * n)), {4: BatchDescriptor(8), 3: BatchDescriptor(6)}),
-        (by_request, requests, {4: BatchDescriptor(12, num_reqs=4, uniform=True), 5: BatchDescriptor(15)}),
-        (by_request, requests, {4: images(4), 5: images(5)}),
+        (
+            lambda x: torch.cat([x, x]).relu() * 2,
+            lambda n: (torch.randn(n, 6).mul(2),),
+            {4: BatchDescriptor(4), 8: BatchDescriptor(8)},
+        ),
+        (
+            lambda x, y: x.repeat_interleave(2, 0) + y,
+            lambda n: (torch.randn(n), torch.randn(2 * n)),
+            {4: BatchDescriptor(8), 3: BatchDescriptor(6)},
+        ),
+        (BY_REQUEST, REQUESTS, {4: BatchDescriptor(12, num_reqs=4, uniform=True), 5: BatchDescriptor(15)}),
+        (BY_REQUEST, REQUESTS, {4: images(4), 5: images(5)}),
     ],
     ids=["the size", "twice the size", "a product with fixed sizes", "another field"],
 )

@@ -68,16 +68,6 @@ def test_a_weight_that_is_exchanged_between_calls_is_read(weight: str, tagger: C
         agrees(tagger(*given), tagger.model(*given))
 
 
-def test_after_a_graph_was_dropped_it_is_looked_up_again(tagger: Compiled, lookups: list[int]) -> None:
-    given, model = batch(5), tagger.model
-    for _ in range(4):
-        tagger(*given)
-    model.last.weight = nn.Parameter(torch.randn(4, 4), requires_grad=False)  # the old weight dies, and its graph
-    lookups.clear()
-    tagger.serve([given] * 4)
-    assert lookups
-
-
 def test_padding_is_checked_once_a_key(compiled: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of the key's own size have nothing to check, and the first padded one is, although its graph is known."""
     checked, check = list[int](), cgpass.autodispatch.fault_of_padding

@@ -87,21 +87,6 @@ def test_negative_indices_count_from_the_real_end(name: str, mode: str) -> None:
     assert num_padded(fast) == NUM_CALLS - 1
 
 
-@pytest.mark.parametrize(
-    ("function", "options"),
-    [*((PROGRAMS[name], {"compiler": "eager"}) for name in ("x[i]", "take", "index_put", "neighbours")), (add, {})],
-)
-def test_where_no_index_is_rewritten_no_size_is_padded(function: Callable[..., Any], options: dict[str, Any]) -> None:
-    """Without an aten graph, and where the graph writes to an argument."""
-
-    def model(x: Tensor, i: Tensor) -> Any:
-        return add(x, i, 1) if function is add else function(x, i)
-
-    fast = compiled(model, **options)
-    assert run(model, fast) == 0
-    assert num_padded(fast) == 0
-
-
 def test_other_sizes_of_a_key_have_their_own_end() -> None:
     fast = compiled(PROGRAMS["x[i]"], capture_sizes=[8], compiler="aot_eager")
     with torch.no_grad():
@@ -116,12 +101,18 @@ def unproved(fast: Any, verdict: str = "unproved") -> list[str]:
     return [size.remedy for record in records for size in record.sizes if size.verdict == verdict and size.remedy]
 
 
-def test_an_index_that_is_not_rewritten_is_not_padded() -> None:
-    def inside_vmap(x: Tensor, i: Tensor) -> Tensor:
-        return torch.vmap(lambda row: x[row])(i)
-
-    fast = compiled(inside_vmap, mode="FULL", compiler="eager")
-    assert run(inside_vmap, fast) == 0
+@pytest.mark.parametrize(
+    ("function", "compiler"),
+    [
+        (PROGRAMS["x[i]"], "eager"),
+        (lambda x, i: torch.vmap(lambda row: x[row])(i), "eager"),
+        (lambda x, i: add(x, i, 1), "aot_eager"),
+    ],
+    ids=["without an aten graph", "inside vmap", "where an argument is written"],
+)
+def test_an_index_that_is_not_rewritten_is_not_padded(function: Callable[..., Any], compiler: str) -> None:
+    fast = compiled(function, compiler=compiler)
+    assert run(function, fast) == 0
     assert num_padded(fast) == 0
 
 

@@ -7,8 +7,6 @@ on the CPU the decompositions of a compiled optimizer may round differently from
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,26 +20,13 @@ from graphpass.errors import OptionError, ShapeError
 Event = Callable[[int, optim.Optimizer], None]
 STEPS = 8
 FLOATING = [
-    pytest.param(optim.SGD, {"lr": 0.1}, id="SGD", marks=pytest.mark.soak),
-    pytest.param(optim.SGD, {"lr": 0.1, "momentum": 0.9}, id="SGD-momentum", marks=pytest.mark.soak),
     pytest.param(optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, id="SGD-nesterov"),
     pytest.param(optim.Adam, {"lr": 0.01}, id="Adam"),
     pytest.param(optim.Adam, {"lr": 0.01, "amsgrad": True, "maximize": True}, id="Adam-amsgrad"),
     pytest.param(optim.AdamW, {"lr": 0.01}, id="AdamW"),
     pytest.param(optim.Adagrad, {}, id="Adagrad"),
-    pytest.param(optim.Adadelta, {}, id="Adadelta", marks=pytest.mark.soak),
-    pytest.param(optim.Adamax, {}, id="Adamax", marks=pytest.mark.soak),
-    pytest.param(optim.NAdam, {}, id="NAdam", marks=pytest.mark.soak),
-    pytest.param(optim.RAdam, {}, id="RAdam", marks=pytest.mark.soak),
     pytest.param(optim.RMSprop, {"momentum": 0.5, "centered": True}, id="RMSprop"),
-    pytest.param(optim.Rprop, {}, id="Rprop", marks=pytest.mark.soak),
     pytest.param(optim.ASGD, {}, id="ASGD"),
-]
-WITHOUT_GRAPH = [
-    pytest.param(optim.Adam, {"fused": True}, id="Adam-fused"),
-    pytest.param(optim.Adafactor, {}, id="Adafactor"),
-    pytest.param(optim.SparseAdam, {}, id="SparseAdam"),
-    pytest.param(optim.LBFGS, {}, id="LBFGS"),
 ]
 
 
@@ -74,8 +59,7 @@ def trained(
         event(number, optimizer)
         optimizer.zero_grad(set_to_none=True)
         for p in parameters(optimizer):
-            grad = torch.randn(p.shape, generator=generator).to(p.device)
-            p.grad = grad.to_sparse(1) if isinstance(optimizer, optim.SparseAdam) else grad
+            p.grad = torch.randn(p.shape, generator=generator).to(p.device)
         step()
         after.append(state_of(optimizer))
     return after
@@ -107,17 +91,17 @@ def seen(runtime: gp.GraphRuntime) -> Seen:
 def agrees(
     make: Callable[[], optim.Optimizer],
     compiler: str = "eager",
-    event: Callable[[], Event] = lambda: nothing,
+    event: Event = nothing,
     *,
     by_bits: bool = False,
     **options: Any,
 ) -> Seen:
     """Compare steps under cgpass with eager ones, and by bits with plain ones."""
     eager, plain, ours = make(), make(), make()
-    by_plain = trained(compiled(plain, compiler), plain, event()) if by_bits else None
+    by_plain = trained(compiled(plain, compiler), plain, event) if by_bits else None
     fast = compiled(ours, "cgpass", compiler=compiler, **options)  # last, as the next compilation resets Dynamo
-    found = trained(fast, ours, event())
-    torch.testing.assert_close(found, trained(eager.step, eager, event()), rtol=1e-4, atol=1e-4)
+    found = trained(fast, ours, event)
+    torch.testing.assert_close(found, trained(eager.step, eager, event), rtol=1e-4, atol=1e-4)
     if by_plain is not None:
         assert_equal(found, by_plain)
     return seen(gp.runtime_of(fast))
@@ -134,16 +118,11 @@ def test_each_optimizer_replays_and_agrees(kind: Any, settings: dict[str, Any], 
     assert ran[:2] == (1, STEPS - 1 - first)
 
 
-@pytest.mark.parametrize(("kind", "settings"), WITHOUT_GRAPH)
+@pytest.mark.parametrize(("kind", "settings"), [(optim.Adam, {"fused": True}), (optim.Adafactor, {})])
 def test_an_optimizer_that_dynamo_does_not_trace_runs_as_it_is(kind: Any, settings: dict[str, Any]) -> None:
     eager, ours = kind(weights(), **settings), kind(weights(), **settings)
     step = compiled(ours, "cgpass", compiler="eager")
-
-    def closure_of(optimizer: optim.Optimizer, run: Callable[..., Any]) -> Callable[[], Any]:
-        loss = lambda: sum((p.detach() ** 2).sum() for p in parameters(optimizer))  # noqa: E731
-        return (lambda: run(loss)) if kind is optim.LBFGS else run
-
-    assert_equal(trained(closure_of(ours, step), ours), trained(closure_of(eager, eager.step), eager))
+    assert_equal(trained(step, ours), trained(eager.step, eager))
     with pytest.raises(OptionError, match="Dynamo compiled no graph of it"):
         gp.runtime_of(step)
 
@@ -151,53 +130,45 @@ def test_an_optimizer_that_dynamo_does_not_trace_runs_as_it_is(kind: Any, settin
 # -- what changes between two steps
 
 
-def lr_halves() -> Event:
-    def event(number: int, optimizer: optim.Optimizer) -> None:
-        if number in (3, 5):
-            optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] * 0.5
-
-    return event
+def lr_halves(number: int, optimizer: optim.Optimizer) -> None:
+    if number in (3, 5):
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] * 0.5
 
 
-def lr_is_refilled() -> Event:
-    def event(number: int, optimizer: optim.Optimizer) -> None:
-        if number in (3, 5):
-            optimizer.param_groups[0]["lr"].mul_(0.5)
-
-    return event
+def lr_is_refilled(number: int, optimizer: optim.Optimizer) -> None:
+    if number in (3, 5):
+        optimizer.param_groups[0]["lr"].mul_(0.5)
 
 
-def state_is_loaded() -> Event:
-    saved: list[dict[str, Any]] = []
-
-    def event(number: int, optimizer: optim.Optimizer) -> None:
-        if number == 2:
-            saved.append(copy.deepcopy(optimizer.state_dict()))
-        if number == 5:
-            optimizer.load_state_dict(saved.pop())
-
-    return event
+SAVED: dict[optim.Optimizer, dict[str, Any]] = {}
 
 
-def data_is_replaced() -> Event:
-    def event(number: int, optimizer: optim.Optimizer) -> None:
-        if number in (3, 5):
-            for p in parameters(optimizer):
-                p.data = p.data * 0.5
-
-    return event
+def state_is_loaded(number: int, optimizer: optim.Optimizer) -> None:
+    if number == 2:
+        SAVED[optimizer] = copy.deepcopy(optimizer.state_dict())
+    if number == 5:
+        optimizer.load_state_dict(SAVED.pop(optimizer))
 
 
-def parameter_is_bound_again() -> Event:
-    def event(number: int, optimizer: optim.Optimizer) -> None:
-        if number == 4:
-            group = optimizer.param_groups[0]
-            group["params"][0] = nn.Parameter(group["params"][0].detach() * 0.5)
-
-    return event
+def data_is_replaced(number: int, optimizer: optim.Optimizer) -> None:
+    if number in (3, 5):
+        for p in parameters(optimizer):
+            p.data = p.data * 0.5
 
 
-@pytest.mark.parametrize(("kind", "settings"), [FLOATING[2], FLOATING[3], FLOATING[5], FLOATING[11]])
+def parameter_is_bound_again(number: int, optimizer: optim.Optimizer) -> None:
+    if number == 4:
+        group = optimizer.param_groups[0]
+        group["params"][0] = nn.Parameter(group["params"][0].detach() * 0.5)
+
+
+def first_is_turned(number: int, optimizer: optim.Optimizer) -> None:
+    if number == 4:
+        p = parameters(optimizer)[0]
+        p.data = p.data.t().contiguous().t()
+
+
+@pytest.mark.parametrize(("kind", "settings"), [FLOATING[0], FLOATING[1], FLOATING[3], FLOATING[5]])
 @pytest.mark.parametrize(
     ("event", "lr", "captured"),
     [
@@ -209,7 +180,7 @@ def parameter_is_bound_again() -> Event:
     ],
 )
 def test_changes_between_steps(
-    kind: Any, settings: dict[str, Any], event: Callable[[], Event], lr: Any, captured: int | None
+    kind: Any, settings: dict[str, Any], event: Event, lr: Any, captured: int | None
 ) -> None:
     value = settings.get("lr", 0.01)
     ran = agrees(lambda: kind(weights(), **{**settings, "lr": lr(value)}), event=event)
@@ -221,13 +192,7 @@ def test_changes_between_steps(
 
 def test_data_of_another_layout_runs_without_compiled_code() -> None:
     """Dynamo guards the identity of these tensors, which survives; compiled code would read the old strides."""
-
-    def turned(number: int, optimizer: optim.Optimizer) -> None:
-        if number == 4:
-            p = parameters(optimizer)[0]
-            p.data = p.data.t().contiguous().t()
-
-    ran = agrees(lambda: optim.SGD(weights(), lr=0.1), event=lambda: turned)
+    ran = agrees(lambda: optim.SGD(weights(), lr=0.1), event=first_is_turned)
     assert ran[:2] == (1, 3)
     assert "without compiled code" in ran.report
 
@@ -294,19 +259,6 @@ def test_equal_optimizers_have_graphs_of_their_own() -> None:
     for ours, eager in pairs:
         torch.testing.assert_close(state_of(ours), state_of(eager), rtol=1e-4, atol=1e-5)
     assert seen(runtime).captured == 2
-
-
-def test_a_dead_optimizer_is_freed() -> None:
-    optimizer = optim.Adam(weights(), lr=0.01)
-    runtime = gp.GraphRuntime()
-    step = compiled(optimizer, "cgpass", compiler="eager", runtime=runtime, dispatch="auto")
-    trained(step, optimizer)
-    dying = [weakref.ref(tensor) for tensor in parameters(optimizer)]
-    assert seen(runtime).captured == 1
-    del optimizer, step
-    gc.collect()
-    assert [tensor() for tensor in dying] == [None] * len(dying)
-    assert not runtime.counts()
 
 
 MARKED: list[torch.Tensor] = []

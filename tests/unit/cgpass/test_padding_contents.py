@@ -56,15 +56,6 @@ def test_floats_that_become_indices_stay_valid(compiled: Make, mode: str) -> Non
     assert_padded(fast)
 
 
-@torch.library.custom_op("graphpasstest_contents::jitter", mutates_args=())
-def jitter(x: torch.Tensor) -> torch.Tensor:
-    return x + torch.rand(1, device=x.device)
-
-
-jitter.register_fake(torch.empty_like)
-register_padding_rule("graphpasstest_contents::jitter", lambda call: PaddedValue(call.tensor("x").factors))
-
-
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
 def test_inputs_that_share_memory_in_the_first_calls_alone(compiled: Make, mode: str) -> None:
     """A result that is a view of one of them is a view of that one in later calls, too."""
@@ -149,12 +140,6 @@ def _(x: torch.Tensor, what: str) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-@torch.library.custom_op("graphpasstest_lies::honest", mutates_args=())
-def honest(x: torch.Tensor, what: str) -> torch.Tensor:
-    return LIES[what](x).clone()
-
-
-honest.register_fake(lambda x, what: torch.empty_like(x))
 register_padding_rule("graphpasstest_lies::lie", lambda call: PaddedValue(call.tensor("x").factors))
 
 LIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

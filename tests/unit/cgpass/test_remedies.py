@@ -242,15 +242,6 @@ def test_a_size_that_is_written_in_two_ways_is_one_size(compiled: Make) -> None:
     assert not any("correct the padding rule" in found.remedy for found in fast.problems)
 
 
-@pytest.mark.parametrize(
-    "model", [lambda x: x.flip(0), lambda x: x.sort(0)[0], lambda x: x * x.shape[0]], ids=["flip", "sort", "size"]
-)
-def test_where_no_padding_suits_none_is_suggested(compiled: Make, model: Callable[..., Any]) -> None:
-    fast = compiled(model)
-    fast.serve((5, 6, 7), passes=3)
-    assert "no padding suits" in fast.problem("is not padded").remedy
-
-
 def test_an_example_of_size_one_is_followed_by_a_larger_one() -> None:
     for example, captured in ((1, 1), (3, 3)):
         torch.compiler.reset()

@@ -1,4 +1,4 @@
-"""Which keys of which callables are captured and replayed, and how often; results are compared to eager."""
+"""Which keys of which callables are captured and replayed, and how often, beside graph breaks too; as eager does."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 
 import graphpass as gp
 from graphpass.errors import CaptureError, ContextError
+from tests.observed import reported_regions
 from tests.unit.cgpass.attended import Make, expected_counts
 from tests.unit.compiled import BOTH, agrees
 from tests.unit.models import module
@@ -120,3 +121,33 @@ def test_close_drops_graphs_and_capturing_again_works(keyed: Make) -> None:
         fast.capture(mode)
         fast.check(mode)
     assert fast.tally("FULL") == {("g0.full", 4): (2, 4)}
+
+
+# -- graph breaks
+
+
+def breaks_explicitly(x: torch.Tensor) -> torch.Tensor:
+    x = x * 2 + 1
+    torch._dynamo.graph_break()
+    return x.relu() - 1
+
+
+def breaks_at_a_branch(x: torch.Tensor) -> torch.Tensor:
+    x = x * 2 + 1
+    if x.sum() > 0:
+        return x.relu() - 1
+    return x.cos() + 2
+
+
+@pytest.mark.parametrize(("why", "model"), [("graph_break", breaks_explicitly), ("jump", breaks_at_a_branch)])
+def test_each_side_of_a_graph_break_has_its_own_full(keyed: Make, why: str, model: Any) -> None:
+    fast = keyed(model, dynamic=True, make=lambda size: (torch.rand(size, 6),))
+    fast.capture("FULL", sizes=(8, 4))
+    fast.check("FULL", sizes=(4, 8, 4))
+    assert fast.tally("FULL") == {
+        (f"g{graph}.full", size): (1, calls) for size, calls in ((8, 2), (4, 3)) for graph in (0, 1)
+    }
+    ((name, reason),) = [(name, why) for name, kind, why in reported_regions(fast.rt) if kind == "end"]
+    assert name == "g0.end"
+    assert why in reason.lower()
+    assert f"test_replay.py:{model.__code__.co_firstlineno + 2}" in reason

@@ -40,28 +40,6 @@ TWO_FIELDS: dict[str, Any] = {
     "key": reqs_by_length,
     "make": lambda size: (torch.randn(*size), torch.rand(*size)),
 }
-SAME_TOKENS = [(3, 4), (4, 3), (2, 6), (6, 2)]
-
-
-@pytest.mark.parametrize(
-    ("mode", "first"),
-    [("PIECEWISE", (3, 4)), ("FULL", (4, 4)), ("PIECEWISE", (4, 4))],
-    ids=["different sizes first", "equal sizes first, FULL", "equal sizes first, PIECEWISE"],
-)
-def test_batch_and_length_are_two_key_fields(keyed: Make, mode: str, first: tuple[int, int]) -> None:
-    """All four keys have 12 tokens; sizes that are equal when first seen must not become one."""
-    fast = keyed(two_fields, **TWO_FIELDS)
-    sizes = list(dict.fromkeys([first, *SAME_TOKENS, (4, 4)]))
-    # Dynamo makes equal sizes one symbol; its next graph tells them apart and serves this key from then on.
-    fast.capture(mode, sizes=(*sizes, (4, 4)))
-    captured = fast.captured
-    fast.check(mode, sizes=(*reversed(sizes), *sizes))
-    assert fast.captured == captured
-    regions = ["full"] if mode == "FULL" else ["r0", "r2"]
-    serving = "g1" if first == (4, 4) else "g0"
-    want = {(f"{serving}.{region}", reqs_by_length(size)): (1, 3) for region in regions for size in sizes}
-    want |= {(f"g0.{region}", reqs_by_length((4, 4))): (1, 1 if first == (4, 4) else 4) for region in regions}
-    assert {(name, key): (c.captured, c.replayed) for (name, _, key), c in fast.rt.counts().items()} == want
 
 
 def test_keys_that_a_later_compilation_left_behind_are_named_when_capture_ends(
@@ -123,47 +101,32 @@ def test_symbols_of_an_input_that_is_no_key_are_no_key(keyed: Make) -> None:
 # -- guards
 
 
-def above_four(x: torch.Tensor) -> torch.Tensor:
-    return x * 2 if x.shape[0] > 4 else x + 1
-
-
 def between(x: torch.Tensor) -> torch.Tensor:
     if x.shape[0] < 4:
         return x + 1
     return x * 2 if x.shape[0] <= 8 else x - 3
 
 
-def divisible(x: torch.Tensor) -> torch.Tensor:
-    return x.view(-1, 4, x.shape[1]).sum(1) if x.shape[0] % 4 == 0 else x + 1
+#: mode, model, the first size, those outside its guards, a number of their constraints, graphs
+GUARDED: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor], int, list[int], str, int]] = {
+    "above four": ("FULL", lambda x: x * 2 if x.shape[0] > 4 else x + 1, 8, [2, 4], "5", 2),
+    "between": ("FULL", between, 6, [2, 16], "", 3),
+    "divisible": ("PIECEWISE", lambda x: x.view(-1, 4, 5).sum(1) if x.shape[0] % 4 == 0 else x + 1, 8, [2, 6], "4", 2),
+    "exactly six": ("FULL", lambda x: x.view(2, 3, 5).sum(0) if x.shape[0] == 6 else x * 2, 8, [6], "6", 2),
+    "of twice the size": (
+        "PIECEWISE",
+        lambda x: torch.cat([x, x]) * 2 if torch.cat([x, x]).shape[0] > 10 else x + 1,
+        8,
+        [2, 4],
+        "",
+        2,
+    ),
+}
 
 
-def exactly_six(x: torch.Tensor) -> torch.Tensor:
-    return x.view(2, 3, x.shape[1]).sum(0) if x.shape[0] == 6 else x * 2
-
-
-def doubled_above_ten(x: torch.Tensor) -> torch.Tensor:
-    y = torch.cat([x, x])
-    return y * 2 if y.shape[0] > 10 else y + 1
-
-
-GUARDED = [
-    ("FULL", above_four, 8, [2, 4], "5", 2),
-    ("PIECEWISE", above_four, 8, [2, 4], "5", 2),
-    ("FULL", between, 6, [2, 16], "", 3),
-    ("PIECEWISE", divisible, 8, [2, 6], "4", 2),
-    ("FULL", exactly_six, 8, [6], "6", 2),
-    ("PIECEWISE", doubled_above_ten, 8, [2, 4], "", 2),
-]
-
-
-@pytest.mark.parametrize(
-    ("mode", "model", "first", "excluded", "number", "callables"),
-    GUARDED,
-    ids=[f"{case[1].__name__}-{case[0]}" for case in GUARDED],
-)
-def test_sizes_outside_the_guards_are_listed_and_captured_as_graphs_of_their_own(
-    keyed: Make, mode: str, model: Any, first: int, excluded: list[int], number: str, callables: int
-) -> None:
+@pytest.mark.parametrize("name", GUARDED)
+def test_sizes_outside_the_guards_are_listed_and_captured_as_graphs_of_their_own(keyed: Make, name: str) -> None:
+    mode, model, first, excluded, number, callables = GUARDED[name]
     sizes = [2, 4, 6, 8, 16]
     # No size is as wide as the rows: Dynamo would take the two for one.
     fast = keyed(model, make=lambda size: (torch.randn(size, 5),), capture_sizes=sizes, dynamic_dims={"x": 0})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +19,17 @@ from tests.unit.cgpass.attended import Make
 from tests.unit.compiled import agrees
 
 
-def rowwise(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return (x * 2 + 1).relu() + y.sum(0)
-
-
-def products(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return (x @ y.T).sum(1) + x[:, 0]
-
-
 def transposed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x.t().cos() + y.sum()
 
 
-@pytest.mark.parametrize("model", [rowwise, products, transposed])
-def test_sizes_marked_as_unbacked_are_exact(compiled: Make, model: Callable[..., Any]) -> None:
-    fast = compiled(model)
+def test_sizes_marked_as_unbacked_are_exact(compiled: Make) -> None:
+    fast = compiled(transposed)
     for size in (3, 5, 3, 5, 3, 5, 1, 7):
         x, y = torch.randn(size, 6), torch.randn(size + 1, 6)
         for tensor in (x, y):
             mark_unbacked(tensor, 0)
-        agrees(fast(x, y), model(x, y))
+        agrees(fast(x, y), transposed(x, y))
     assert fast.rt.stats().callables == 1
     assert fast.uses("captured") == {(1,)}
     assert fast.rt.stats().replayed >= 4

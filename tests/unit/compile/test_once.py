@@ -13,7 +13,6 @@ import cgpass
 import graphpass as gp
 from graphpass.compile import once
 from graphpass.compile.compilers import Compiler
-from graphpass.errors import OptionError
 
 cut = torch.ops.compiletest.cut
 
@@ -93,14 +92,6 @@ def test_graphs_of_one_runtime_share(compiled_at_cuts: Any, rt: gp.GraphRuntime)
     assert [record.artifacts for record in rt.callables()] == [3, 3, 0]
 
 
-def test_artifacts_go_with_their_callables(compiled_at_cuts: Any, rt: gp.GraphRuntime) -> None:
-    with torch.no_grad():
-        for _ in range(2):
-            compiled_at_cuts(Layers(2).eval())(torch.randn(3, 4))
-            torch.compiler.reset()
-    assert [record.artifacts for record in rt.callables()] == [3, 3]
-
-
 def static_between(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The second region has no symbol."""
     y = cut(x * 2)
@@ -163,23 +154,3 @@ def test_a_graph_of_one_size_says_that_nothing_is_compiled_by_size(compiled_at_c
     with torch.no_grad():
         compiled_at_cuts(torch.relu, dynamic=False, compile_sizes=[8])(torch.randn(5, 4))
     assert "nothing is compiled by size: num_tokens is no symbol" in " ".join(rt.notes)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"compile_sizes": []},
-        {"compile_sizes": [0]},
-        {"compile_sizes": 8},
-        {"compile_ranges": [8]},
-        {"compile_ranges": [(8, 4)]},
-        {"compile_ranges": [(1, 8), (8, 16)]},
-        {"compile_ranges": [(1, 8, 16)]},
-        {"compile_sizes": {"num_reqs": [8], "seq_len": [16]}},
-        {"compile_sizes": {"num_reqs": [8]}, "compile_ranges": {"seq_len": [(1, 8)]}},
-    ],
-    ids=str,
-)
-def test_sizes_that_cannot_be_compiled_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(OptionError, match=r"option compile_(sizes|ranges) cannot be used.*expected.*found.*remedy"):
-        cgpass.options(**options)

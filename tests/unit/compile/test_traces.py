@@ -73,57 +73,6 @@ def test_equal_regions_share_an_artifact_if_their_passes_decide_alike() -> None:
         assert traced.compiled[0].num_new == expected
 
 
-def test_what_another_graph_compiled_is_not_shown_again() -> None:
-    shown: list[Any] = []
-    traced = Traced("aot_eager", shown.append)
-    first, second = Layers(2).eval(), Layers(3).eval()
-    traced.run(first, torch.randn(3, 4))
-    num_shown = len(shown)
-    traced.run(second, torch.randn(3, 4))
-    assert [compiled.num_new for compiled in traced.compiled] == [3, 0]
-    assert len(shown) == num_shown + 1  # the cut: nothing keeps what no callable uses
-    assert set(traced.compiled[1].traces) == {"r0", "r2", "r4", "r6"}
-
-
-@EACH_COMPILER
-def test_an_artifact_that_was_compiled_without_a_trace_gets_one(compiler: str) -> None:
-    traced = Traced(compiler, None)
-    first, second, x = Layers(2).eval(), Layers(3).eval(), torch.randn(3, 4)
-    traced.run(first, x)
-    traced.trace = ops_of
-    torch.testing.assert_close(traced.run(second, x), second(x))
-    without, compiled = traced.compiled
-    assert (dict(without.traces), without.num_new, compiled.num_new) == ({}, 3, 0)
-    assert {trace.problem for trace in compiled.traces.values()} == {None}
-    assert len({id(region.function) for made in traced.compiled for region in made.by_name.values()}) == 3
-
-
-@EACH_COMPILER
-def test_regions_of_one_structure_have_symbols_of_their_own(compiler: str) -> None:
-    """The traced graph speaks of one region's symbols, and each region knows them by its own."""
-
-    def model(a: torch.Tensor, b: torch.Tensor) -> Any:
-        return cut(torch.relu(a) * 2), cut(torch.relu(b) * 2)
-
-    def shape_of(aten: fx.GraphModule) -> Any:
-        values = [node.meta["val"] for node in aten.graph.find_nodes(op="placeholder")]
-        return [symbolic.expression_of(v.shape[0]) for v in values if isinstance(v, torch.Tensor)]
-
-    traced = Traced(compiler, shape_of)
-    a, b = torch.randn(5, 2), torch.randn(7, 2)
-    for x in (a, b):
-        torch._dynamo.mark_dynamic(x, 0)
-    with torch.no_grad():
-        torch.compile(model, backend=traced)(a, b)
-    (parts,), (compiled,) = traced.parts, traced.compiled
-    traces = list(compiled.traces.values())
-    assert traces[0].result is traces[1].result
-    (symbol,) = traces[0].result
-    own = [dict(trace.symbols)[symbol] for trace in traces]
-    by_name = {given.source_name: given.value for given in parts.inputs}
-    assert own == [symbolic.expression_of(by_name[name].shape[0]) for name in ("a", "b")]
-
-
 @EACH_COMPILER
 def test_a_trace_adds_no_guard(compiler: str) -> None:
     def asks(aten: fx.GraphModule) -> bool:
@@ -180,19 +129,6 @@ def test_writes_stay_in_the_graph_and_inputs_that_overlap_have_none(
         assert trace.result is None
         assert trace.problem == "it writes to inputs that have gaps or share memory"
     assert not caplog.records
-
-
-def test_regions_that_read_numbers_on_the_host_are_traced_alone() -> None:
-    def reads(x: torch.Tensor) -> torch.Tensor:
-        return cut(x) * int(x.argmax().item())
-
-    traced = Traced("aot_eager")
-    x = torch.tensor([1.0, 2.0, 5.0])
-    with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        torch.testing.assert_close(traced.run(reads, x), reads(x))
-    (eager,) = traced.eager
-    assert {name: trace.problem for name, trace in eager.items()} == {"r0": None, "r2": None}
-    assert eager["r2"].result == ["aten._local_scalar_dense.default", "aten.mul.Tensor"]
 
 
 def test_sizes_that_only_a_run_can_tell_are_a_reason() -> None:

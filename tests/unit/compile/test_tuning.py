@@ -45,18 +45,6 @@ def test_each_setting_is_kept_or_dropped_before_the_next(bench: Bench, rt: gp.Gr
     assert (bench.is_closed, bench.open_runs) == (True, 0)
 
 
-def test_the_choice_runs_in_graphs_and_without_them(bench: Bench, rt: gp.GraphRuntime) -> None:
-    bench.replay_s = {(DESCENT,): 0.5}
-    model = layer()
-    graphed = captured(model, rt)
-    bench.ran.clear()
-    x = torch.randn(13, 4)
-    torch.testing.assert_close(graphed(x), model(x))
-    with torch.no_grad(), gp.set_forward_context():
-        graphed(torch.randn(300, 4))
-    assert set(bench.ran) == {(DESCENT,)}
-
-
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -210,21 +198,6 @@ def test_no_variant_is_begun_once_the_time_is_spent(compile_s: float, bench: Ben
     assert any("tune_seconds is spent" in problem.what for problem in report.problems)
 
 
-def test_the_longest_variant_of_a_region_counts_for_all_ranges(bench: Bench, rt: gp.GraphRuntime) -> None:
-    bench.compile_s = 45.0
-    captured(layer(), rt, capture_sizes=[4, 16])
-    assert bench.tried() == [(PDL,), (DESCENT,)]  # 30 of 120 s are left for the other range
-
-
-def test_the_time_is_one_for_all_regions_of_a_runtime(bench: Bench, rt: gp.GraphRuntime) -> None:
-    def two(self: Any, x: torch.Tensor) -> torch.Tensor:
-        x = torch.ops.compiletest.cut(x + 1)
-        return x * x
-
-    captured(module(two), rt, splitting_ops=["compiletest::cut"], tune_seconds=6)
-    assert len(bench.compiled) == 6  # four of the first region, two of the second
-
-
 def test_an_interrupt_keeps_the_best_so_far(bench: Bench, rt: gp.GraphRuntime) -> None:
     bench.replay_s = {(PDL,): 0.5}
     bench.fails = {(PDL, DESCENT): KeyboardInterrupt()}
@@ -315,18 +288,6 @@ def test_what_is_made_of_padding_is_in_each_variant_and_in_the_run_in_a_wide_typ
     (size, *_) = rt.callables()[0].sizes
     assert size.verdict == "made"
     assert fast.is_padded
-
-
-def at_three_rows(rt: gp.GraphRuntime, scope: Any, **how: Any) -> None:
-    model = torch.compile(layer(), backend="cgpass", options={"tune": "measure", "runtime": rt}, **how)
-    context = gp.set_forward_context(runtime_mode="FULL", batch_descriptor=gp.BatchDescriptor(3))
-    with torch.no_grad(), scope, context:
-        model(torch.randn(3, 4))
-
-
-def test_fixed_sizes_are_one_range(bench: Bench, rt: gp.GraphRuntime) -> None:
-    at_three_rows(rt, rt.capturing(), dynamic=False)
-    assert [found.sizes for found in tuned(rt)] == [""]
 
 
 def test_other_settings_than_those_of_the_compilation_are_not_tuned_under(bench: Bench, rt: gp.GraphRuntime) -> None:

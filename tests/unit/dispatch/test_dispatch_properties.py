@@ -101,6 +101,9 @@ def test_choice_is_the_smallest_fitting_key(
         step = dispatcher.dispatch(num_tokens, **arguments)  # type: ignore[arg-type]
         assert (step.mode, step.descriptor) == (expected or (NONE, BatchDescriptor(num_tokens)))
         assert step == dispatcher.dispatch(num_tokens, **arguments)  # type: ignore[arg-type]
+        if allowed is None:
+            described = BatchDescriptor(num_tokens, num_reqs, uniform, num_active_loras > 0, num_active_loras, extra)
+            assert dispatcher.dispatch_descriptor(described) == step
         relaxed = uniform and mode.separate_routine() and expected is not None and not expected[1].uniform
         if expected is not None:
             exact = DispatchReason.EXACT if step.descriptor.num_tokens == num_tokens else DispatchReason.PADDED

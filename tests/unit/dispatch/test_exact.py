@@ -79,12 +79,6 @@ def test_times_are_monotone_between_measurements_and_proportional_outside() -> N
     assert (times.measured(8), times.measured(6)) == (1.9, None)
 
 
-def test_a_size_is_captured_once_its_padding_has_cost_a_capture() -> None:
-    # 6 rows in a key of 8: two seconds a replay, and a capture takes a hundred
-    traffic = Traffic()
-    assert captured_after(traffic, traffic.size(6, 8)) == 50
-
-
 def test_captures_are_apart() -> None:
     traffic = Traffic()
     traffic.spent_s = 1e9

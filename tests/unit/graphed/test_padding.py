@@ -80,13 +80,6 @@ def test_padding_reaches_nothing(name: str, declared: bool) -> None:
     agree(MODELS[name], rows(*SIZES), *(LADDER if declared else ()))
 
 
-@pytest.mark.parametrize("name", ["an integer of each row", "batch norm in eval"])
-def test_what_does_not_mix_rows_is_padded(name: str) -> None:
-    fast = agree(MODELS[name], rows(*SIZES), *LADDER)
-    assert set(full_counts(fast)) <= {2, 4, 8}
-    assert replays(fast) >= 6
-
-
 @pytest.mark.parametrize("name", ["mean over the batch", "a threshold", "an integer result", "expert counters"])
 def test_a_declared_size_that_is_not_proved_runs_exact_and_says_so_once(
     name: str, caplog: pytest.LogCaptureFixture

@@ -88,20 +88,6 @@ def compiled(model: Any, **options: Any) -> Any:
 class TestPrecapture:
     """The same of a callable that torch.compile made."""
 
-    def test_the_capture_sizes_are_captured(self) -> None:
-        model = Rowwise().eval()
-        fast = compiled(model, capture_sizes=[1, 2, 4], dynamic_dims={"x": 0})
-        with torch.inference_mode():
-            gp.precapture(fast, torch.randn(3, 6))
-        runtime = gp.runtime_of(fast)
-        assert sorted(key.num_tokens for _, _, key in runtime.counts()) == [1, 2, 4]
-        captured = runtime.stats().captured
-        with torch.inference_mode():
-            for size in (3, 1, 2, 4):
-                x = torch.randn(size, 6)
-                agrees(fast(x), model(x))
-        assert runtime.stats().captured == captured
-
     def test_across_a_graph_break_each_graph_has_its_ladder(self) -> None:
         class Broken(Rowwise):
             def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,18 +1,18 @@
-"""What an estimate says of a ladder: which keys it asks, and how far it is from what a capture takes."""
+"""What an estimate says of a ladder, how far it is from what a capture takes, and timings of what was captured."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from graphpass import BatchDescriptor, CUDAGraphMode
-from graphpass.serving import MemoryEstimate, MemoryGrowth
+from graphpass.serving import MemoryEstimate, MemoryGrowth, traffic
 from graphpass.serving.estimate import Key, Measured, Sample, estimate_of, estimated, keys_to_sample
 from graphpass.serving.stats import keys_by_group
 
@@ -54,7 +54,7 @@ def test_at_most_three_keys_a_mode_and_one_in_six(keys: list[Key], sizes: dict[s
 
 
 class FakeDevice:
-    """A device whose captures cost what a table says, with an allocator that rounds and keeps what it has.
+    """A device whose captures cost what a table says, with an allocator that keeps what it has.
 
     ``costs`` are (bytes needed while a token is computed, bytes kept a graph, bytes kept a token). Its driver takes
     memory for executables in chunks, keeps what they leave, and has some from the start. Meter, runtime, lease, capture
@@ -65,7 +65,6 @@ class FakeDevice:
         self,
         costs: dict[str, tuple[int, int, int]],
         *,
-        block: int = 1,
         executable: int = 0,
         loaded_once: int = 0,
         cached: int = 0,
@@ -74,13 +73,12 @@ class FakeDevice:
         workspace: int = 0,
         chunk: int = 1,
         left: int = 0,
-        copies: int | None = None,
     ) -> None:
-        self.costs, self.block, self.executable, self.loaded_once = costs, block, executable, loaded_once
+        self.costs, self.executable, self.loaded_once = costs, executable, loaded_once
         self.cached_a_token, self.state = cached, state
         self.pool = self.kept = self.held = self.cached = self.loaded = self.workspace = 0
         self.executables, self.chunk, self.driver = 0, chunk, left
-        self.copies_left, self.num_copied = copies, 0
+        self.num_copied = 0
         self.captured: list[Key] = []
         self.opening, self.workspace_to_come, self.opened = opening, workspace, False
 
@@ -118,8 +116,6 @@ class FakeDevice:
 
     def add(self, recordings: Sequence[Any]) -> bool:
         assert len(recordings) == 1
-        if self.num_copied == self.copies_left:
-            return False
         self.num_copied += 1
         self.instantiate()
         return True
@@ -157,7 +153,7 @@ class FakeDevice:
         self.captured.append(key)
         self.cached = max(self.cached, self.cached_a_token * tokens)
         missing = self.kept + kept + (kept_a_token + needed) * tokens - self.pool
-        self.pool += -(-max(missing, 0) // self.block) * self.block
+        self.pool += max(missing, 0)
         self.kept += kept + kept_a_token * tokens
         self.loaded = self.loaded_once
         self.instantiate()
@@ -245,24 +241,6 @@ def test_what_a_block_of_its_own_size_takes_is_counted_once() -> None:
     assert estimate_of(keys_by_group(keys), Measured({"mixed PIECEWISE": samples})).pool_bytes == 102 * MIB
 
 
-def test_a_group_that_finds_room_adds_nothing_to_the_pool() -> None:
-    """Its largest key, behind that of the first group, says what there was room for."""
-    keys = mixed(8, 4) + decode(4, 2)
-    groups = {
-        "mixed PIECEWISE": [Sample(keys[0], MemoryGrowth(80, 50, 7), 0)],
-        "decode FULL": [Sample(keys[2], MemoryGrowth(60, 60, 3), 0)],
-    }
-    behind = [Sample(keys[0], MemoryGrowth(80, 50, 0), 0), Sample(keys[2], MemoryGrowth(0, 10, 0), 0)]
-    driver_bytes = {"mixed PIECEWISE": 10, "decode FULL": 6}
-    estimate = replace(estimate_of(keys_by_group(keys), Measured(groups, driver_bytes, behind)), spent_bytes=4)
-    assert [(group.name, group.num_keys, group.growth) for group in estimate.groups] == [
-        ("mixed PIECEWISE", 2, MemoryGrowth(80, 50, 10)),
-        ("decode FULL", 2, MemoryGrowth(0, 10, 6)),
-    ]
-    assert estimate.total_bytes == 80 + 16 - 4
-    assert estimate.peak_bytes == estimate.total_bytes + 50 + 10
-
-
 def test_it_prints_a_line_for_each_group() -> None:
     device = FakeDevice({"mixed": (100, 0, 0), "decode": (300, 0, 0)}, executable=11)
     estimate = device.estimate(mixed(8, 4) + decode(4, 2))
@@ -270,3 +248,25 @@ def test_it_prints_a_line_for_each_group() -> None:
     assert str(estimate).count("mixed PIECEWISE") == str(estimate).count("decode FULL") == 1
     (together,) = estimate.tables()[1].rows
     assert together == ("0", "7", str(-5 * 11), "1200", "1200")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "enough_s", "expected"),
+    [([9, 3, 1, 2], 100.0, 2), ([9, 3, 1, 2], 4.0, 2), ([9, 3, 1, 2], 3.0, 3), ([9, 1, 1, 2], 3.0, 1)],
+)
+def test_the_median_of_as_many_runs_as_take_long_enough(
+    seconds: list[int], enough_s: float, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, left = [0.0], iter(seconds)
+
+    def run() -> None:
+        now[0] += next(left)
+
+    monkeypatch.setattr(traffic.time, "perf_counter", lambda: now[0])
+    assert traffic.timed_s(run, torch.device("cpu"), enough_s=enough_s) == expected
+
+
+def test_a_run_is_timed_three_times_after_a_warm_up() -> None:
+    runs: Iterator[int] = iter(range(100))
+    traffic.timed_s(lambda: next(runs), torch.device("cpu"))
+    assert next(runs) == 4

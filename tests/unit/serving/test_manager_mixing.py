@@ -119,22 +119,6 @@ def test_ops_that_the_attention_declares_may_mix() -> None:
     assert manager.runtime.stats().captured == 3
 
 
-class MixesBeside(Attends):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) - x.mean(0)
-
-
-class MixesBefore(Attends):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x - x.mean(0))
-
-
-@pytest.mark.parametrize("kind", [MixesBeside, MixesBefore])
-@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_a_declared_op_does_not_hide_what_is_mixed_beside_or_before_it(mode: str, kind: type[Attends]) -> None:
-    refused("mean", kind().eval(), mode, attention=SlotBuilder())
-
-
 # -- several graphs
 
 

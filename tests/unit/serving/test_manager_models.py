@@ -11,7 +11,7 @@ from torch import nn
 
 from graphpass import AttentionSupport, Batch, CudagraphDispatcher, CudaGraphManager, GraphRuntime, InputSpec
 from graphpass.errors import CaptureError, ShapeError
-from tests.unit.models import linear, module
+from tests.unit.models import module
 from tests.unit.serving.managed import (
     LARGEST,
     MODES,
@@ -34,33 +34,6 @@ from tests.unit.serving.managed import (
     rows,
     run,
 )
-
-
-def breaks(self: Any, x: torch.Tensor) -> torch.Tensor:
-    x = self.inner(x)
-    torch._dynamo.graph_break()
-    return self.inner(x).relu()
-
-
-@pytest.mark.parametrize(
-    ("scope", "mode"),
-    [
-        (torch.enable_grad, "FULL"),
-        (torch.enable_grad, "PIECEWISE"),
-        (torch.no_grad, "FULL"),
-        (torch.inference_mode, "FULL"),
-    ],
-)
-def test_a_model_with_a_graph_break_goes_through_dynamo_and_says_so(scope: Any, mode: str) -> None:
-    manager = captured(module(breaks, inner=linear(WIDTH)).eval(), mode)
-    assert "every step goes through Dynamo's guards: the model is 2 graphs" in notes(manager)
-    before, artifacts = replays(manager), manager.runtime.compiled()
-    with scope():
-        assert_right(manager, range(1, 9))
-    assert replays(manager) == before + 2 * 8
-    assert manager.runtime.compiled() == artifacts
-    assert manager.stats().replays == 8
-    assert_right(manager, [9])
 
 
 def test_compare_compares_every_step() -> None:

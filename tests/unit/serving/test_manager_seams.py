@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,108 +15,86 @@ from tests.unit.models import module
 from tests.unit.serving.managed import LARGEST, WIDTH, X, captured, notes, refused, rows, run
 
 MODES = ("FULL", "PIECEWISE")
+Step = Callable[[Any, torch.Tensor], None]
 Y = InputSpec("y", (LARGEST, WIDTH), torch.float32)
 
 
 # -- Python around the only graph --------------------------------------------------------------------------------------
 
 
-class Counts(nn.Module):
-    """A layer, state in Python and in a buffer, and functions that Dynamo does not trace."""
+class Around(nn.Module):
+    """A layer, state in Python and in a buffer, and what runs before and after the layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: Step | None = None, after: Step | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layer, self.steps = nn.Linear(WIDTH, WIDTH), 0
+        self.layer, self.steps, self.before, self.after = nn.Linear(WIDTH, WIDTH), 0, before, after
         self.register_buffer("total", torch.zeros(WIDTH))
 
-    @torch.compiler.disable
-    def count(self) -> None:
-        self.steps += 1
-
-    @torch.compiler.disable
-    def add_one(self, x: torch.Tensor) -> None:
-        x.add_(1)
-
-    @torch.compiler.disable
-    def add_to_total(self) -> None:
-        self.total.add_(1)
-
-
-class CountsBefore(Counts):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.count()
-        return self.layer(x)
+        if self.before:
+            self.before(self, x)
+        y = self.layer(x) + self.total
+        if self.after:
+            self.after(self, y)
+        return y
 
 
-class BreaksBefore(Counts):
+@torch.compiler.disable
+def count(model: Any, _: torch.Tensor) -> None:
+    model.steps += 1
+
+
+@torch.compiler.disable
+def add_one(_: Any, x: torch.Tensor) -> None:
+    x.add_(1)
+
+
+@torch.compiler.disable
+def add_to_total(model: Any, _: torch.Tensor) -> None:
+    model.total.add_(1)
+
+
+class BreaksBefore(Around):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.steps += 1
         torch._dynamo.graph_break()
         return self.layer(x)
 
 
-class WritesInputBefore(Counts):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.add_one(x)
-        return self.layer(x)
-
-
-class WritesBufferBefore(Counts):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.add_to_total()
-        return self.layer(x) + self.total
-
-
-class WritesBufferAfter(Counts):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.layer(x)
-        self.add_to_total()
-        return y
-
-
-class WritesResultAfter(Counts):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.layer(x)
-        self.add_one(y)
-        return y
-
-
-class Squares(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * x
-
-
-class BreaksInALoop(Counts):
+class BreaksInALoop(Around):
     """Dynamo leaves this frame out, and compiles what it calls."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(2):
-            self.count()
-            self.add_to_total()
-            x = self.inner(x)
-        return x
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = Squares()
+        self.inner = module(lambda self, x: x * x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            count(self, x)
+            add_to_total(self, x)
+            x = self.inner(x)
+        return x
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "kind",
+    "make",
     [
-        CountsBefore,
+        lambda: Around(before=count),
+        lambda: Around(before=add_one),
+        lambda: Around(before=add_to_total),
+        lambda: Around(after=add_to_total),
+        lambda: Around(after=add_one),
         BreaksBefore,
-        WritesInputBefore,
-        WritesBufferBefore,
-        WritesBufferAfter,
-        WritesResultAfter,
         BreaksInALoop,
     ],
+    ids=["counted", "input written", "buffer written", "buffer after", "result after", "break", "break in a loop"],
 )
-def test_python_around_a_graph_runs_in_each_step_and_leaves_nothing_of_a_capture(kind: type[Counts], mode: str) -> None:
-    model, plain = kind(), kind()
+def test_python_around_a_graph_runs_in_each_step_and_leaves_nothing_of_a_capture(
+    make: Callable[[], Around], mode: str
+) -> None:
+    model, plain = make(), make()
     manager = captured(model, mode)
     assert (model.steps, model.total.sum()) == (0, 0)
     for num_tokens in (3, 8):
@@ -130,10 +109,10 @@ def test_python_around_a_graph_runs_in_each_step_and_leaves_nothing_of_a_capture
 
 
 def test_a_refused_first_run_leaves_no_state() -> None:
-    class Nothing(Counts):
+    class Nothing(Around):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.count()
-            self.add_to_total()
+            count(self, x)
+            add_to_total(self, x)
             return x
 
     model = Nothing()
