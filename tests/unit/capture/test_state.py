@@ -243,6 +243,14 @@ READERS: dict[str, Any] = {
         lambda max_len, s: {"max_len": max_len, "slots": s},
         lambda m, x: x[dict(m)["slots"]] * m["max_len"],
     ),
+    "values of a dict": (
+        lambda max_len, s: {"max_len": max_len, "slots": s},
+        lambda m, x: Metadata(*m.values()).taken(x) + m.get("none", 0),
+    ),
+    "items of a dict": (
+        lambda max_len, s: {"max_len": max_len, "slots": s},
+        lambda m, x: Metadata(*(value for _, value in m.items())).taken(x),
+    ),
     "by layer": (lambda max_len, s: {"layer.0": Metadata(max_len, s)}, lambda m, x: m["layer.0"].taken(x)),
     "tuple": (lambda max_len, s: (max_len, s), lambda m, x: x[m[1]] * m[0]),
     "list": (lambda max_len, s: [max_len, s], lambda m, x: x[m[1]] * m[0]),
