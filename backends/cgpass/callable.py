@@ -42,8 +42,9 @@ class GraphedCallable:
             runtime.owned(processgroups.ClosedBeforeGroups).register(runtime)
             if settings.ranks is not None:
                 runtime.lockstep[self.name] = runtime.owned(LockstepGroups).of(list(nodes_of(graph.partition)))
-        self._used, self._appended = tuple(graph.used_argument_positions), graph.appended
-        self._wrapped = graph.wrapped
+        self._arguments, self._appended = graph.arguments, graph.appended
+        reads = graph.arguments.reads
+        self._num_passed = len(reads) if reads == tuple((p, None) for p in range(len(reads))) else None
         self._modes = settings.runtime_modes()
         self._compiled = dict(graph.compiled)
         functions = [region.function for region in graph.compiled.values()]
@@ -68,12 +69,10 @@ class GraphedCallable:
 
     def __call__(self, *given: Any) -> Any:
         """Run with Dynamo's arguments."""
-        if self._wrapped is not None:
-            return self._wrapped.made(self._with_plain(*self._wrapped.read(given)))
-        return self._with_plain(*given)
+        returned = self._with_plain(given if len(given) == self._num_passed else self._arguments.read(given))
+        return self._arguments.made(returned) if self._arguments.makes else returned
 
-    def _with_plain(self, *given: Any) -> Any:
-        args = given if len(given) == len(self._used) else tuple([given[position] for position in self._used])
+    def _with_plain(self, args: tuple[Any, ...]) -> Any:
         if self._appended is None:
             return self.call(args)
         changed = self._appended.changed()  # guard: attributes_layout

@@ -44,8 +44,8 @@ from graphpass.ledger import Reason
 from graphpass.options import Fallbacks, Settings
 from graphpass.padding import AtenGraph, ignores_numbers
 from graphpass.regions.execute import value_of
-from graphpass.regions.floats import FloatInputs, floats_as_tensors
-from graphpass.regions.holders import ListEntries, WrappedTensors, emptied_before, lists_as_entries, unwrapped
+from graphpass.regions.floats import FloatConstants, floats_as_tensors
+from graphpass.regions.holders import Arguments, ListEntries, emptied_before, lists_as_entries, unwrapped
 from graphpass.regions.openmasks import without_open_masks
 from graphpass.regions.split import Partition, partition, uncompiled_copy
 from graphpass.regions.symbols import graph_inputs
@@ -98,7 +98,7 @@ def backend(
     traced = _Traced.of(graph_module, settings)
     saved = None if settings.warm_start is None else runtime.owned(SavedGraphs)
     if saved is not None and saved.recording is not None:
-        return saved.recorded(traced.identity, has_floats=bool(traced.floats.positions))
+        return saved.recorded(traced.identity, has_floats=traced.has_floats)
     runtime.compiles_frame(dynamo.frame_id(), dynamo.frame_code(), name)
     cache = runtime.owned(CallableCache)
     is_new = traced.key not in cache
@@ -112,7 +112,7 @@ def backend(
     made = made or _captured(name, traced, runtime, settings, aliases)
     if traced.key is not None:
         cache[traced.key] = made
-    return _of_runtime(runtime, emptied_before(traced.lists, traced.floats.moved_before(made)))
+    return _of_runtime(runtime, emptied_before(traced.lists, made))
 
 
 def _captured(
@@ -152,7 +152,7 @@ def _captured(
         off=None if rules is None else rules.off,
     )
     runtime.register(record)
-    _note_problems(name, traced.floats, runtime)
+    _note_problems(name, traced.constants, runtime)
     _note_sizes(name, parts, sizes, compiled, runtime, settings, is_first=is_first)
     report_graph(record, parts, rules, runtime, settings)
     graph = CompiledGraph(
@@ -162,8 +162,7 @@ def _captured(
         sizes=sizes,
         compiled=compiled.by_name,
         traces=traces,
-        used_argument_positions=traced.used,
-        wrapped=traced.wrapped,
+        arguments=traced.arguments,
         appended=traced.appended,
         code=nnmodules.compiled_code(),
         returns_flat=_returns_flat(traced.whole),
@@ -281,10 +280,10 @@ def _compiling(settings: Settings) -> Callable[[], contextlib.AbstractContextMan
 class _Traced:
     whole: fx.GraphModule  #: the copy, without unused tensor inputs and with appended ones
     lists: ListEntries  #: Dynamo's arguments that are lists; all else counts their entries as arguments
-    floats: FloatInputs  #: the Python floats among the arguments
-    wrapped: WrappedTensors | None  #: the tensors that wrap others; all else counts the tensors in them
-    used: list[int]  #: positions of the remaining inputs among the arguments of a call
-    appended: AppendedInputs | None  #: the inputs after those; None if there are none
+    arguments: Arguments  #: the remaining inputs among Dynamo's, of which wrappers are the tensors in them
+    has_floats: bool  #: whether Python floats are among them
+    constants: FloatConstants  #: the floats that are constants in the graph
+    appended: AppendedInputs | None  #: the inputs after the arguments; None if there are none
     ends_early: Reason | None  #: the graph break after it; None if the function ends there
     side_effects: tuple[sideeffects.SideEffect, ...]  #: that Dynamo's code makes after the graph has run
     key: TraceKey | None  #: equal for traces that one callable can serve; None if none can share the callable
@@ -296,8 +295,8 @@ class _Traced:
         # Dynamo later reads the placeholders of its own graph to choose the callable's arguments.
         whole = uncompiled_copy(graph_module)
         lists = lists_as_entries(whole.graph)
-        floats = floats_as_tensors(whole)
-        wrapped = unwrapped(whole.graph)
+        floats, constants = floats_as_tensors(whole)
+        arguments = unwrapped(whole.graph, floats)
         side_effects = sideeffects.side_effects_of_compilation()
         unify_sizes(whole.graph, settings)
         without_open_masks(whole.graph)
@@ -305,8 +304,11 @@ class _Traced:
         if settings.warm_start is not None:
             identity = GraphIdentity.of(whole, ends_early, side_effects, settings)
         used = _drop_unread_inputs(whole)
-        if not lists and wrapped is None and dynamo.pass_only(graph_module.graph, used):
-            floats, used = floats.among(used), list(range(len(used)))
+        reads = [arguments.reads[position] for position in used]
+        is_plain = not lists and all(get is floats.get(at) for at, get in arguments.reads)
+        if is_plain and dynamo.pass_only(graph_module.graph, used):
+            reads = list(enumerate(get for _, get in reads))
+        arguments = replace(arguments, reads=tuple(reads))
         attributes = lift_attributes(whole, dynamo.attribute_sources(graph_module))  # guard: attributes_undone
         made = append_made(whole.graph) if settings.dispatches_itself() and key is not None else None
         if made is not None and identity is not None:
@@ -314,7 +316,7 @@ class _Traced:
         sizes = append_real_sizes(whole, settings)
         is_any = attributes or sizes is not None or made is not None
         appended = AppendedInputs(attributes, sizes, made) if is_any else None
-        return cls(whole, lists, floats, wrapped, used, appended, ends_early, side_effects, key, identity)
+        return cls(whole, lists, arguments, bool(floats), constants, appended, ends_early, side_effects, key, identity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,13 +395,13 @@ def _note_sizes(
         runtime.note(problem, at=name)
 
 
-def _note_problems(name: str, floats: FloatInputs, runtime: GraphRuntime) -> None:
+def _note_problems(name: str, constants: FloatConstants, runtime: GraphRuntime) -> None:
     rnn = dynamo.untraced_rnn()
     if rnn is not None and not any(
         record.ends for record in runtime.callables()
     ):  # else the remedy of the break says it
         runtime.warn(f"{rnn} runs in Python: Dynamo does not trace it", dynamo.ALLOW_RNN, at=name)
-    for number, op, where in floats.constants:
+    for number, op, where in constants:
         if op.startswith("graphpass::"):  # the scale of a layer of a decoder, which differs from that of the last one
             continue
         text = f"the float {number} is a constant in the graph, and each value is compiled apart: {op} takes no tensor"

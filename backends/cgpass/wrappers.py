@@ -23,7 +23,7 @@ from graphpass.context import ForwardContext, entered
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 from graphpass.ledger import Row
 from graphpass.options import Settings
-from graphpass.regions.holders import WrappedTensors
+from graphpass.regions.holders import Arguments
 from graphpass.regions.split import Partition
 from graphpass.report.records import CallableRecord, RegionId
 
@@ -38,8 +38,7 @@ class CompiledGraph:
     sizes: GraphSizes  #: the sizes that keys of a context have
     compiled: Mapping[str, CompiledRegion]  #: region name -> compiled region, for the captured ones
     traces: Mapping[str, RegionTrace]  #: region name -> its aten graph, for proofs
-    used_argument_positions: Sequence[int]  #: of a call's arguments, in the order of the partition's inputs
-    wrapped: WrappedTensors | None  #: what reads these from Dynamo's, and makes its results; None if all are plain
+    arguments: Arguments  #: what reads the partition's inputs from Dynamo's, and makes its results
     appended: AppendedInputs | None  #: the inputs after those, which Dynamo does not pass; None if there are none
     code: str  #: file and name of the function whose code the graph is: ``model.py:forward``
     returns_flat: bool  #: whether the graph returns a tuple or list of values that are not containers

@@ -8,11 +8,11 @@ operator takes numbers only, Dynamo compiles each value apart.
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -46,38 +46,18 @@ _NOT_IN_PLACE: Mapping[Any, Any] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class FloatInputs:
-    """The Python floats among the inputs of a graph."""
-
-    positions: tuple[int, ...]  #: the inputs that are floats
-    device: torch.device  #: where the graph reads them; Dynamo passes them on the CPU
-    #: (name of the float, operator that takes numbers only, line of the user's code) of each float that varies and is a
-    #: constant all the same.
-    constants: tuple[tuple[str, str, str], ...]
-
-    def among(self, taken: Sequence[int]) -> FloatInputs:
-        """The same floats where only the inputs at the positions ``taken`` are passed."""
-        return replace(self, positions=tuple(map(list(taken).index, self.positions)))
-
-    def moved_before(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """``run`` for Dynamo's arguments, with the floats on the graph's device."""
-        if not self.positions or self.device.type == "cpu":
-            return run
-
-        def with_floats(*given: Any) -> Any:
-            args = list(given)
-            for position in self.positions:  # a fill: a copy from the CPU would wait, or fail inside a capture
-                args[position] = torch.full((), given[position].item(), dtype=torch.float64, device=self.device)
-            return run(*args)
-
-        return with_floats
+FloatConstants: TypeAlias = Sequence[tuple[str, str, str]]
+"""(name of the float, operator that takes numbers only, line of the user's code) of each float that varies and is a
+constant all the same."""
 
 
-def floats_as_tensors(graph_module: fx.GraphModule) -> FloatInputs:
+def floats_as_tensors(
+    graph_module: fx.GraphModule,
+) -> tuple[dict[int, Callable[[torch.Tensor], torch.Tensor] | None], FloatConstants]:
     """Compute with 0-d tensors what Dynamo computes with numbers that it reads from floats; else make them constants.
 
-    A float that is no argument is a constant until it has had a second value.
+    Returns {position of an input that is a float: what moves it from the CPU, where Dynamo passes it}, and the
+    constants. A float that is no argument is a constant until it has had a second value.
     """
     graph = graph_module.graph
     rewriting = _Rewriting(graph)
@@ -88,8 +68,14 @@ def floats_as_tensors(graph_module: fx.GraphModule) -> FloatInputs:
         if node in made and node.op != "placeholder" and not node.users:
             graph.erase_node(node)  # numbers of constants stay, where an operator takes numbers
     floats = {node for node in rewriting.numbers.values() if node.op == "placeholder" and node.users}
-    positions = tuple(p for p, node in enumerate(graph.find_nodes(op="placeholder")) if node in floats)
-    return FloatInputs(positions, rewriting.device, tuple(rewriting.constants))
+    positions = [p for p, node in enumerate(graph.find_nodes(op="placeholder")) if node in floats]
+    moves = None if rewriting.device.type == "cpu" else functools.partial(_moved, rewriting.device)
+    return dict.fromkeys(positions, moves), rewriting.constants
+
+
+def _moved(device: torch.device, number: torch.Tensor) -> torch.Tensor:
+    # A fill: a copy from the CPU would wait, or fail inside a capture.
+    return torch.full((), number.item(), dtype=torch.float64, device=device)
 
 
 class _Rewriting:

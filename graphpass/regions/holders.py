@@ -26,6 +26,7 @@ from graphpass.regions.execute import call_for, value_of
 
 ListEntries: TypeAlias = Mapping[int, tuple[int, ...]]
 """{position of an input that is a list: the entries that the graph reads, in order}."""
+Getter: TypeAlias = Callable[[Any], Any]
 _SIZES = ((torch.ops.aten.sym_size.int, torch.Tensor.size), (torch.ops.aten.sym_stride.int, torch.Tensor.stride))
 
 
@@ -68,10 +69,10 @@ def lists_as_entries(graph: fx.Graph) -> ListEntries:
 
 
 @dataclass(frozen=True, slots=True)
-class WrappedTensors:
+class Arguments:
     """Where the arguments of a graph are among those of the graph that Dynamo traced, and what its results make."""
 
-    reads: tuple[tuple[int, Callable[[Any], Any] | None], ...]  #: of each argument, Dynamo's position and what reads it
+    reads: tuple[tuple[int, Getter | None], ...]  #: of each argument, Dynamo's position and what reads it
     #: Of each of Dynamo's results, (what makes it, the number of results that it takes); empty if all are plain.
     makes: tuple[tuple[Rebuild | None, int], ...]
 
@@ -81,29 +82,26 @@ class WrappedTensors:
 
     def made(self, returned: Any) -> Any:
         """What Dynamo expects, from what the graph returned."""
-        if not self.makes:
-            return returned
         parts = iter(returned)
         groups = [(make, [next(parts) for _ in range(count)]) for make, count in self.makes]
         return type(returned)([group[0] if make is None else make(*group) for make, group in groups])
 
 
-def unwrapped(graph: fx.Graph) -> WrappedTensors | None:
-    """Replace each wrapper in a graph that Dynamo traced by the tensors in it; None if there is none."""
-    reads: list[tuple[int, Callable[[Any], Any] | None]] = []
+def unwrapped(graph: fx.Graph, getters: Mapping[int, Getter | None]) -> Arguments:
+    """Replace each wrapper in a graph that Dynamo traced by the tensors in it; ``getters`` read its other inputs."""
+    reads: list[tuple[int, Getter | None]] = []
     for position, node in enumerate(graph.find_nodes(op="placeholder")):
         is_under_way = hasattr(value_of(node), "trigger_wait")  # the result of a collective
         paths = as_parts(node) if is_wrapper(value_of(node)) else [()]
-        getters = [operator.attrgetter(".".join(path)) if path else None for path in paths]
+        parts = [operator.attrgetter(".".join(path)) if path else getters.get(position) for path in paths]
         # guard: collectives_waited_for
-        reads += [(position, operator.methodcaller("trigger_wait") if is_under_way else get) for get in getters]
-    made = [node for node in graph.nodes if node.op in CALLS and is_wrapper(value_of(node))]
-    for node in made:
+        reads += [(position, operator.methodcaller("trigger_wait") if is_under_way else get) for get in parts]
+    for node in [node for node in graph.nodes if node.op in CALLS and is_wrapper(value_of(node))]:
         if holds_state(value_of(node)) and graph.output_node() not in node.users:  # guard: wrapper_state
             node.meta[RECOMPUTED] = True
         elif not isinstance(node.target, Rebuild):
             _follow(node)
-    return WrappedTensors(tuple(reads), _plain_results(graph)) if made or any(get for _, get in reads) else None
+    return Arguments(tuple(reads), _plain_results(graph))
 
 
 def as_parts(node: fx.Node) -> list[Path]:

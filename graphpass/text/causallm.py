@@ -106,7 +106,7 @@ class CausalLM:
         own = {field.name: options.pop(field.name) for field in fields(CausalLMConfig) if field.name in options}
         self.config = CausalLMConfig(**own)  #: sizes and keys
         refuse_stateful(model)  # guard: stateful_models
-        self._served = ServedModel(model)
+        self._served, self._subject = ServedModel(model), type(model).__name__
         with self._served.changed():
             #: runs the steps; this object owns it, its buffers and the KV cache
             self.manager = self._manager_of(model, adapters, compiler, options)
@@ -229,7 +229,7 @@ class CausalLM:
         assert isinstance(attention, PagedAttention)
         figures = self.manager.report().figures
         traffic = tuple(replace(seen, adapts=seen.adapts or self._prompts_recur()) for seen in figures.traffic)
-        named = replace(figures, subject=self._served.model_name, kernels=attention.kernels(), traffic=traffic)
+        named = replace(figures, subject=self._subject, kernels=attention.kernels(), traffic=traffic)
         return Report(named)
 
     def close(self) -> None:

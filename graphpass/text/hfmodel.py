@@ -97,11 +97,6 @@ class ServedModel:
         self._changes = [*_copied_configs(model), *_changes_of_others(model)]
         self.use()
 
-    @property
-    def model_name(self) -> str:
-        """The class of the model."""
-        return type(self._model).__name__
-
     @contextlib.contextmanager
     def changed(self) -> Iterator[None]:
         """Record what the body sets. If it fails, the model is given back."""

@@ -8,8 +8,7 @@ with which the run compares the mask that paged attention would use.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -156,8 +155,8 @@ class _Probe(PagedStep):
         self._max_seq_len = max_seq_len
         self._scales: dict[Any, PositionScale] = {}
         self._masks: dict[_Rule, LayerMask] = {}
-        self._module: Any = None
-        self._rule: _Rule | None = None
+        self.module: Any = None  #: the layer whose call of the op comes next
+        self.rule: _Rule | None = None  #: its mask
 
     def scales_of(self, model: torch.nn.Module) -> None:
         """Turn off the scales by row: the op scales by position."""
@@ -170,17 +169,8 @@ class _Probe(PagedStep):
             if isinstance(setting, _ScaledByOp):
                 self._scales[module] = setting.scale
 
-    @contextmanager
-    def in_layer(self, module: Any, rule: _Rule | None) -> Iterator[None]:
-        """The next call of the op is that of ``module``, whose mask is ``rule``."""
-        self._module, self._rule = module, rule
-        try:
-            yield
-        finally:
-            self._module = self._rule = None
-
     def attend(self, call: AttentionCall) -> None:
-        name = type(self._module).__name__
+        name = type(self.module).__name__
         if call.layer in self.layers:  # guard: paged_layer_twice
             raise OptionError(
                 f"{name} runs attention twice as layer {call.layer}",
@@ -188,7 +178,7 @@ class _Probe(PagedStep):
                 found="a second call, which would overwrite the keys of the first",
                 remedy="paged attention cannot serve a model that runs a layer several times",
             )
-        rule, device = self._rule, call.out.device
+        rule, device = self.rule, call.out.device
         mask = LayerMask(window=call.window) if rule is None else self._mask_of(name, rule, device)
         self.layers[call.layer] = PagedLayer(
             num_kv_heads=call.key.shape[1],
@@ -196,7 +186,7 @@ class _Probe(PagedStep):
             value_dim=call.value.shape[2],
             mask=mask.within(self._max_seq_len),
             is_plain=call.is_plain,
-            query_scale=self._scales.get(self._module),
+            query_scale=self._scales.get(self.module),
         )
         call.out.zero_()
 
@@ -236,8 +226,8 @@ def _probed_attention(
             found=repr(getattr(module, "layer_idx", None)),
             remedy=_REMEDY,
         )
-    with probe.in_layer(module, rule):
-        return paged_attention_of_layer(module, query, key, value, attention_mask if rule is None else None, **kwargs)
+    probe.module, probe.rule = module, rule
+    return paged_attention_of_layer(module, query, key, value, attention_mask if rule is None else None, **kwargs)
 
 
 def _mask_with_rule(*, q_length: int, kv_length: int, mask_function: _Rule, **more: Any) -> torch.Tensor:
