@@ -160,7 +160,7 @@ def _changes_of_others(model: torch.nn.Module) -> list[tuple[torch.nn.Module, st
         (module, name, attribute.values[-1][1])
         for module in model.modules()
         for name, attribute in _CHANGED.get(module, {}).items()
-        if attribute.copy is None and attribute.values and _attributes(module)[name] is attribute.values[-1][1]
+        if attribute.copy is None and attribute.values and _attributes(module).get(name) is attribute.values[-1][1]
     ]
 
 

@@ -73,6 +73,7 @@ FORMS = [
     (torch.ops.aten.add, lambda x, y: x + y),
     (torch.ops.aten.add.Tensor, lambda x, y: x + y),
     ("aten::add.Tensor", lambda x, y: x + y),
+    ("aten::to.dtype", lambda x, y: x.to(torch.float64)),
     ("aten::sum.dim_IntList", lambda x, y: x.sum(0)),
     ("aten::linear", lambda x, y: torch.ops.aten.linear.default(x, y)),
 ]
@@ -99,6 +100,7 @@ OTHERS = [
     (torch.Tensor.add_, lambda x, y: x.add(y)),
     ("aten::add.Scalar", lambda x, y: x + y),
     (torch.ops.aten.add.Scalar, lambda x, y: torch.ops.aten.add.Tensor(x, y)),
+    ("aten::to.other", lambda x, y: x.to(torch.float64)),
     ("aten::sum.dim_IntList", lambda x, y: x.sum()),
     ("aten::sum", lambda x, y: x.mean()),
     ("aten::index", lambda x, y: x[0]),
