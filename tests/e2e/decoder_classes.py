@@ -6,7 +6,6 @@ it tries those and replaces their rows.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import multiprocessing
 import random
@@ -14,8 +13,6 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,10 +20,12 @@ import torch
 from graphpass.errors import GraphpassError
 from graphpass.text import CausalLM
 from tests.e2e.greedy import Reference, continued
+from tests.e2e.pagetable import PageTable
 from tests.e2e.small_decoders import VOCABULARY, decoder_classes, small_decoder
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "models.md"
-BEGIN, END = "<!-- decoders: begin -->", "<!-- decoders: end -->"
+TABLE = PageTable("models.md", "decoders", ("classes", "outcome", "why"))
+THE_CLASS = "*the class*"
+"""Stands for its name in the sentence of a row, so that classes with one sentence share a row."""
 BUILT = ("equal", "refused", "different", "untyped", "not given back")
 NOT_BUILT, BLIND, NO_ANSWER = "not built", "blind", "no answer"
 SIZES: dict[str, Any] = {
@@ -150,83 +149,23 @@ def _quiet() -> None:
     warnings.simplefilter("ignore")
 
 
-NAMED_ALONE = {"equal": "Equal: ", NOT_BUILT: "Not built: "}
-"""Outcomes whose classes are listed without a sentence, and how the list begins."""
-THE_CLASS = "*the class*"
-"""Stands for its name in the sentence of a row, so that classes with one sentence share a row."""
-
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 
-def versions() -> str:
-    """The versions that the table is about."""
-    return f"transformers {version('transformers')}, torch {version('torch').partition('+')[0]}"
+def row_of(found: Outcome) -> str:
+    """The row of one class, after its name; of what is equal or not built without a sentence."""
+    why = found.sentence.replace(found.name, THE_CLASS).replace("|", "\\|")
+    return f"{found.outcome} | {'' if found.outcome in ('equal', NOT_BUILT) else why} |"
 
 
-def described(found: Sequence[Outcome], of_versions: str) -> str:
-    """The versions and counts, the names of classes that are equal or not built, and a table of the others."""
-    ordered = sorted(found, key=lambda outcome: outcome.name)
-    kinds = dict.fromkeys(outcome.outcome for outcome in ordered)
-    counts = ", ".join(f"{sum(other.outcome == kind for other in ordered)} {kind}" for kind in sorted(kinds))
-    alike: dict[str, list[str]] = {}
-    for outcome in ordered:
-        if outcome.outcome not in NAMED_ALONE:
-            why = outcome.sentence.replace(outcome.name, THE_CLASS).replace("|", "\\|")
-            alike.setdefault(f"{outcome.outcome} | {why}", []).append(outcome.name)
-    rows = [f"| {', '.join(names)} | {why} |" for why, names in alike.items()]
-    named = [
-        f"{says}{', '.join(outcome.name for outcome in ordered if outcome.outcome == kind)}\n"
-        for kind, says in NAMED_ALONE.items()
-    ]
-    head = [f"{of_versions}: {len(ordered)} classes, {counts}.\n", *named]
-    return "\n".join([*head, "| classes | outcome | why |", "|---|---|---|", *rows])
-
-
-def recorded() -> tuple[str, dict[str, Outcome]]:
-    """The versions of the page's table, and its rows by class."""
-    table = table_of_page()
-    return table.partition(":")[0], rows_of(table)
-
-
-def table_of_page() -> str:
-    """The table, as :func:`described` wrote it."""
-    return PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip()
-
-
-def rows_of(table: str) -> dict[str, Outcome]:
-    """The outcomes that the table tells, by class."""
-    lines = table.splitlines()
-    rows = [line[2:-2].split(" | ", 2) for line in lines if line.startswith("| ") and "| outcome |" not in line]
-    found = [
-        Outcome(name, kind, why.replace("\\|", "|").replace(THE_CLASS, name))
-        for names, kind, why in rows
-        for name in names.split(", ")
-    ]
-    for kind, says in NAMED_ALONE.items():
-        named = "".join(line.removeprefix(says) for line in lines if line.startswith(says))
-        found += [Outcome(name, kind) for name in named.split(", ") if name]
-    return {outcome.name: outcome for outcome in sorted(found, key=lambda outcome: outcome.name)}
-
-
-def _write(found: Sequence[Outcome]) -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    before, _, rest = page.partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{described(found, versions())}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Try classes and write their rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="classes; none: all of them, and the table is written anew")
-    options = parser.parse_args(arguments)
-    rows = recorded()[1] if options.names else {}
-    for outcome in outcomes(options.names or list(decoder_classes())):
-        rows[outcome.name] = outcome
+def main(names: Sequence[str]) -> None:
+    """Try ``names``, or all classes, and write their rows."""
+    rows = TABLE.rows()
+    for outcome in outcomes(names or list(decoder_classes())):
+        rows[outcome.name] = row_of(outcome)
+        TABLE.write(dict(sorted(rows.items())))
         sys.stdout.write(f"{outcome.name}: {outcome.outcome} {outcome.sentence}\n")
         sys.stdout.flush()
-        if options.names:
-            _write(list(rows.values()))
-    _write(list(rows.values()))
 
 
 if __name__ == "__main__":

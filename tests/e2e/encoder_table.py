@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from tests.e2e.one_argument import Outcome, for_each, two_passes
+from tests.e2e.pagetable import PageTable
 from tests.e2e.stock_encoders import ENCODERS
 
-PAGE = Path(__file__).parents[2] / "docs/models.md"
-BEGIN, END = "<!-- encoders: begin -->\n", "<!-- encoders: end -->"
-HEADER = (
-    "| classes | input | result | replayed | graphs | batch | length | without a graph in the second pass |\n"
-    "|---|---|---|---|---|---|---|---|\n"
-)
+COLUMNS = ("classes", "input", "result", "replayed", "graphs", "batch", "length", "without a graph in the second pass")
+TABLE = PageTable("models.md", "encoders", COLUMNS)
 LARGEST, NUM_CALLS = 17, 10
-TORCH, TRANSFORMERS = "2.13.0", "5.17.0"
-"""The versions of the page."""
 WORDS = {"proved": "proved", "made": "made", "unproved": "exact"}
 
 
@@ -40,27 +33,6 @@ def row_of(name: str, outcome: Outcome) -> str:
     return f"{kind} | equal | {share} | {outcome.graphs} | {batch} | {length} | {reasons} |"
 
 
-def rows_of_page() -> dict[str, str]:
-    """{class: its row} of the page."""
-    found = {}
-    table = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
-    for line in table.removeprefix(HEADER).splitlines():
-        names, _, row = line.removeprefix("| ").partition(" | ")
-        found.update(dict.fromkeys(re.findall(r"`(\w+)`", names), row))
-    return found
-
-
-def write_page(rows: Mapping[str, str]) -> None:
-    """Write the table with these rows."""
-    alike: dict[str, list[str]] = {}
-    for name in ENCODERS:
-        if name in rows:
-            alike.setdefault(rows[name], []).append(f"`{name}`")
-    table = "".join(f"| {', '.join(names)} | {row}\n" for row, names in alike.items())
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}{HEADER}{table}{END}{rest.partition(END)[2]}", encoding="utf-8")
-
-
 def _verdicts(outcome: Outcome, of_batch: bool) -> str:
     found = {WORDS[verdict] for size, verdict in outcome.verdicts if size.endswith("[0]") == of_batch}
     return ", ".join(sorted(found)) or "-"
@@ -75,7 +47,8 @@ def main(names: Sequence[str]) -> None:
 
     def written(name: str) -> str:
         row = row_of(name, measured(name))
-        write_page({**rows_of_page(), name: row})
+        rows = {**TABLE.rows(), name: row}
+        TABLE.write({known: rows[known] for known in ENCODERS if known in rows})
         return f"{name}: {row}"
 
     for_each(names or ENCODERS, written)

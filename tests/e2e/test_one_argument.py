@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-
 import pytest
-import torch
 
-from tests.e2e.encoder_table import PAGE, TORCH, TRANSFORMERS, measured, row_of, rows_of_page
+from tests.e2e.encoder_table import TABLE, measured, row_of
+from tests.e2e.pagetable import TORCH, TRANSFORMERS, is_version_of_page
 from tests.e2e.stock_encoders import ENCODERS
 
 IN_EVERY_RUN = ("BertModel", "ConvNextModel", "MPNetModel", "Aimv2VisionModel")
 FEWEST_ENCODERS = 40
-IS_VERSION_OF_PAGE = torch.__version__.startswith(TORCH) and importlib.metadata.version("transformers") == TRANSFORMERS
 
 pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
 
@@ -23,17 +20,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `fun
 def test_an_encoder_is_equal_to_eager_and_its_row_is_on_the_page(name: str) -> None:
     outcome = measured(name)
     assert outcome.problem == ""
-    if IS_VERSION_OF_PAGE:
-        assert row_of(name, outcome) == rows_of_page()[name]
+    if is_version_of_page():
+        assert row_of(name, outcome) == TABLE.rows()[name]
 
 
 def test_the_page_has_every_encoder_and_none_that_differs() -> None:
-    found = rows_of_page()
+    found = TABLE.rows()
     assert found.keys() == ENCODERS.keys()
     assert len(found) >= FEWEST_ENCODERS
     results = [row.split(" | ")[1] for row in found.values()]
     assert all(result == "equal" or result.startswith("refused: ") for result in results)
     assert {encoder.kind for encoder in ENCODERS.values()} == {"text", "images", "sound"}
-    page = PAGE.read_text(encoding="utf-8")
-    assert f"torch {TORCH}" in page
-    assert f"transformers {TRANSFORMERS}" in page
+    assert f"torch {TORCH}" in TABLE.text()
+    assert f"transformers {TRANSFORMERS}" in TABLE.text()

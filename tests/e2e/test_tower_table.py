@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e.hugging_face import CPU as HOST
 from tests.e2e.hugging_face import CUDA, Place
-from tests.e2e.tower_table import LADDER, NUM_REQUESTS, SHARE, measured, row_of, rows_of_page
+from tests.e2e.tower_table import LADDER, NUM_REQUESTS, SHARE, TABLE, measured, row_of
 from tests.e2e.towers import FAMILIES, Tower
 
 IN_EVERY_RUN = ("dinov2", "exaone4_5", "glm4v", "paddleocr_vl")
@@ -40,10 +40,10 @@ def test_a_tower_is_equal_and_replays_or_is_refused(family: Tower, place: Place)
     assert outcome.replayed >= SHARE * NUM_REQUESTS
     assert outcome.graphs <= len(LADDER)
     if place is HOST:
-        assert row_of(family, outcome) == rows_of_page()[str(family)]
+        assert row_of(family, outcome) == TABLE.rows()[str(family)]
 
 
 def test_the_page_has_every_family() -> None:
-    rows = rows_of_page()
+    rows = TABLE.rows()
     assert sorted(map(str, FAMILIES)) == sorted(rows)
     assert {name for name, row in rows.items() if "refused" in row} == REFUSED.keys()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +17,10 @@ from graphpass.encoder.manager import EncoderCudaGraphManager
 from graphpass.encoder.options import EncoderOptions
 from graphpass.errors import EncoderConfigError
 from tests.e2e.hugging_face import CPU, Place, difference
+from tests.e2e.pagetable import PageTable
 from tests.e2e.towers import FAMILIES, Grid, Tower, patches_of
 
-PAGE = Path(__file__).parents[2] / "docs/encoder.md"
-BEGIN, END = "<!-- towers: begin -->\n", "<!-- towers: end -->"
-HEADER = "| modeling files | items | result | calls that replay |\n|---|---|---|---|\n"
+TABLE = PageTable("encoder.md", "towers", ("modeling files", "items", "result", "calls that replay"))
 NUM_REQUESTS, SHARE = 10, 0.9
 LADDER = (16, 64, 128, 256, 600, 1200)
 IMAGES_OF_BUDGETS = (1, 2, 4, 6, 8)
@@ -100,30 +98,13 @@ def row_of(family: Tower, outcome: Outcome) -> str:
     return f"{items} | equal | {outcome.replayed} of {NUM_REQUESTS} |"
 
 
-def rows_of_page() -> dict[str, str]:
-    """{family: its row} of the page."""
-    table = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].removeprefix(HEADER)
-    parts = [line.removeprefix("| ").partition(" | ") for line in table.splitlines()]
-    return {name.strip("`"): row for names, _, row in parts for name in names.split(", ")}
-
-
-def write_page(rows: Mapping[str, str]) -> None:
-    """Write the table with these rows; families with equal rows share one."""
-    alike: dict[str, list[str]] = {}
-    for family in FAMILIES:
-        if str(family) in rows:
-            alike.setdefault(rows[str(family)], []).append(f"`{family}`")
-    table = "".join(f"| {', '.join(names)} | {row}\n" for row, names in alike.items())
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}{HEADER}{table}{END}{rest.partition(END)[2]}", encoding="utf-8")
-
-
 def main(names: Sequence[str]) -> None:
     """Measure ``names``, or all families of this transformers, and write their rows."""
     for family in FAMILIES:
         if family.is_there and (not names or str(family) in names):
             row = row_of(family, outcome := measured(family))
-            write_page({**rows_of_page(), str(family): row})
+            rows = {**TABLE.rows(), str(family): row}
+            TABLE.write({str(known): rows[str(known)] for known in FAMILIES if str(known) in rows})
             sys.stdout.write(f"{family}: {row} {outcome.difference:.1e}, {outcome.graphs} graphs\n")
 
 
