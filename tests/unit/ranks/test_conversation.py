@@ -189,42 +189,42 @@ def test_a_rank_that_captures_while_others_run() -> None:
     assert outcomes[0].found == "step on rank 0, step on rank 1, capture on rank 2"
 
 
-class TestCaptures:
-    """They begin and end together."""
+def fails(rank: int, key: int) -> bool:
+    """Rank 1, before its third key."""
+    if (rank, key) == (1, 2):
+        raise MemoryError("none left")
+    return False
 
-    def captured(self, ranks: Ranks, num_keys: Sequence[int], act: Callable[[int, int], bool]) -> list[Any]:
-        """Ranks that capture; ``act(rank, key)`` says whether it stops before the key, or raises."""
 
-        def capture(rank: int) -> int:
-            with ranks.steps[rank].capturing():
-                for key in range(num_keys[rank]):
-                    if ranks.steps[rank].stops(act(rank, key), num_keys[rank] - key):
-                        return key
-                return num_keys[rank]
+@pytest.mark.parametrize(
+    ("num_keys", "stops", "ends"),
+    [
+        ([4, 4, 4], lambda rank, key: False, [4, 4, 4]),
+        ([4, 4, 4], lambda rank, key: (rank, key) == (1, 2), [2, 2, 2]),
+        ([4, 4, 4], fails, "rank 1: MemoryError: none left"),
+        ([4, 3, 4], lambda rank, key: False, "4 on rank 0, 3 on rank 1, 4 on rank 2"),
+    ],
+    ids=["all keys", "one stops all", "one that fails ends all", "other numbers of keys"],
+)
+def test_captures_begin_and_end_together(
+    num_keys: Sequence[int], stops: Callable[[int, int], bool], ends: Sequence[int] | str
+) -> None:
+    ranks = Ranks()
 
-        return ranks.each(capture)
+    def capture(rank: int) -> int:
+        with ranks.steps[rank].capturing():
+            for key in range(num_keys[rank]):
+                if ranks.steps[rank].stops(stops(rank, key), num_keys[rank] - key):
+                    return key
+            return num_keys[rank]
 
-    def test_all_keys(self) -> None:
-        assert self.captured(Ranks(), [4, 4, 4], lambda rank, key: False) == [4, 4, 4]
-
-    def test_one_stops_all(self) -> None:
-        assert self.captured(Ranks(), [4, 4, 4], lambda rank, key: rank == 1 and key == 2) == [2, 2, 2]
-
-    @pytest.mark.parametrize("at", [0, 2, 3])
-    def test_one_that_fails_ends_all(self, at: int) -> None:
-        def act(rank: int, key: int) -> bool:
-            if (rank, key) == (1, at):
-                raise MemoryError("none left")
-            return False
-
-        outcomes = self.captured(Ranks(), [4, 4, 4], act)
-        assert [type(outcome) for outcome in outcomes] == [AgreementError, MemoryError, AgreementError]
-        assert outcomes[0].found == "rank 1: MemoryError: none left"
-
-    def test_other_numbers_of_keys(self) -> None:
-        outcomes = self.captured(Ranks(), [4, 3, 4], lambda rank, key: False)
-        assert {str(outcome) for outcome in outcomes} == {str(outcomes[0])}
-        assert outcomes[0].found == "4 on rank 0, 3 on rank 1, 4 on rank 2"
+    outcomes = ranks.each(capture)
+    if stops is fails:
+        assert isinstance(outcomes.pop(1), MemoryError)
+    if isinstance(ends, str):
+        assert [(type(outcome), outcome.found) for outcome in outcomes] == [(AgreementError, ends)] * len(outcomes)
+    else:
+        assert outcomes == ends
 
 
 # -- one process, the other rank being rows

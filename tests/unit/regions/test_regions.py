@@ -13,7 +13,6 @@ from torch import fx, nn
 from graphpass import partition
 from graphpass.errors import PartitionError
 from graphpass.regions import Partition
-from graphpass.regions.execute import execute, value_of
 
 Split = Callable[..., Partition]
 SOFTMAX = ["aten::softmax"]
@@ -165,26 +164,3 @@ def test_examples_that_do_not_fit_name_the_node() -> None:
     with pytest.raises(PartitionError, match="'matmul' cannot be run") as error:
         partition(gm, example_inputs=(torch.ones(2, 3), torch.ones(2, 3)))
     assert error.value.__cause__ is not None
-
-
-def test_the_walk_leaves_no_guard_and_no_symbol(dynamo_split: Split) -> None:
-    seen: list[tuple[int, int]] = []
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        x[0] = 1
-        return F.dropout(F.softmax(x.view(-1, 2), -1), 0.5, False) + x.nonzero().sum()
-
-    def backend(gm: fx.GraphModule, examples: list[Any]) -> Any:
-        env = next(e for e in examples if isinstance(e, torch.SymInt)).node.shape_env
-        before = (len(env.guards), len(env.pending_fresh_unbacked_symbols))
-        split = partition(gm, SOFTMAX)
-        rows = next(node for node in gm.graph.nodes if node.target == "nonzero")
-        assert torch.ops.aten.nonzero.default in execute(rows, value_of(rows).fake_mode).overloads
-        seen.append(before)
-        seen.append((len(env.guards), len(env.pending_fresh_unbacked_symbols)))
-        return split.stitched
-
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        torch.compile(function, backend=backend, dynamic=True, fullgraph=True)(torch.rand(4, 6))
-    before, after = seen
-    assert before == after

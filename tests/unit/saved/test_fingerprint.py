@@ -177,20 +177,6 @@ def bits_of(tensor: torch.Tensor) -> int:
     return int(mixed_sum(tensor.contiguous().reshape(-1).view(torch.uint8)))
 
 
-def test_the_sum_of_a_tensor_on_a_gpu_is_that_of_splitmix_over_its_words() -> None:
-    def mixed(word: int, index: int) -> int:
-        word = (word + index * 0x9E3779B97F4A7C15) % 2**64
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-            word = (word ^ word >> shift) * factor % 2**64
-        return word
-
-    numbers = torch.randint(-(2**63), 2**63 - 1, (1000,))
-    expected = sum(mixed(word % 2**64, index) for index, word in enumerate(numbers.tolist(), 1))
-    assert bits_of(numbers) % 2**64 == expected % 2**64
-    large = torch.arange(3 * 2**21 + 5)
-    assert bits_of(large) != bits_of(large.roll(2**21)), "the index goes on from one part to the next"
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.bool, torch.uint8, torch.int64])
 def test_a_changed_or_moved_element_has_another_sum(dtype: torch.dtype) -> None:
     values = torch.arange(997).mul(13).remainder(251).to(dtype)
@@ -206,6 +192,8 @@ def test_a_changed_or_moved_element_has_another_sum(dtype: torch.dtype) -> None:
     assert bits_of(values[1:]) == bits_of(values[1:].clone()), "wherever it begins in its memory"
     assert bits_of(values[::3]) == bits_of(values[::3].clone())
     assert bits_of(values[:0]) == 0
+    large = torch.arange(3 * 2**21 + 5)
+    assert bits_of(large) != bits_of(large.roll(2**21)), "the index goes on from one part to the next"
 
 
 def test_a_conjugate_or_negative_view_has_the_digest_of_its_values() -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import pytest
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphpass.compat import memory, saving, symbolic
 from graphpass.regions.execute import value_of
@@ -54,18 +52,3 @@ def test_values_that_are_read_in_another_mode_are_of_the_saved_one(
         value = value_of(nodes["t"])
     assert not value.is_inference()
     assert value.fake_mode is before.fake_mode
-
-
-def test_no_mode_sees_how_a_value_is_made() -> None:
-    seen: list[str] = []
-
-    class Sees(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    nodes = loaded()
-    with Sees():
-        values = [value_of(node) for node in nodes.values() if node.op != "output"]
-    assert not any(isinstance(value, symbolic.LateValue) for value in values)
-    assert seen == []
