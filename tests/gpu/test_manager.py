@@ -9,33 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from graphpass import Batch, CudaGraphManager
 from tests.gpu import shared
 from tests.gpu.shared import WIDTH
 from tests.gpu.shared import rows_of as rows
+from tests.unit.models import Rowwise
 
 pytestmark = pytest.mark.cuda
 
 managed = functools.partial(shared.managed, device="cuda")
 
 
-class Rows(nn.Module):
-    """Rows do not mix, so that any padding leaves the real ones as they are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x) + x
-
-
 @contextlib.contextmanager
-def captured_rows(mode: str = "FULL", **given: Any) -> Iterator[tuple[CudaGraphManager, Rows]]:
-    model = Rows().eval().cuda()
+def captured_rows(mode: str = "FULL", **given: Any) -> Iterator[tuple[CudaGraphManager, Rowwise]]:
+    model = Rowwise(WIDTH).eval().cuda()
     with managed(model, mode, **given) as manager:
         manager.capture()
         yield manager, model

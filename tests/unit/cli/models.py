@@ -44,19 +44,6 @@ def cut_on_a_fake_gpu() -> tuple[nn.Module, torch.Tensor]:
         return model, torch.empty(6, 16, device="cuda:0")
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.linear(x)) * 2
-
-
-def layers() -> tuple[nn.Module, torch.Tensor]:
-    return nn.Sequential(Layer(), Layer(), Layer()), torch.ones(5, 8)
-
-
 def named() -> tuple[Any, dict[str, torch.Tensor]]:
     return (lambda x, y: x + y), {"x": torch.ones(5, 3), "y": torch.ones(5, 3)}
 

@@ -153,51 +153,32 @@ def test_what_are_no_lengths(lengths: object) -> None:
         att.pieces_on(lengths, torch.device("cpu"))  # type: ignore[arg-type]
 
 
-class Layer(torch.nn.Module):
-    """What transformers hands to an attention function."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(1))
-        self.config = type("Config", (), {"hidden_size": 8, "num_attention_heads": 2})()
-
-
 def packed() -> Any:
-    """The function as transformers finds it."""
+    """The function as transformers finds it, over a module as transformers hands it to an attention function."""
     interface = pytest.importorskip("transformers").AttentionInterface
-    att.use_packed_attention(layer := Layer())
+    layer = torch.nn.Linear(1, 1)
+    layer.config = type("Config", (), {"hidden_size": 8, "num_attention_heads": 2})()
+    att.use_packed_attention(layer)
     return lambda *args, **named: interface()[att.PACKED_ATTENTION](layer, *args, **named)
 
 
+PIECES = ("query_bounds", "cu_seq_lens_q", "key_lengths")
+
+
 @pytest.mark.parametrize(
-    ("asked", "error", "text"),
+    ("asked", "rows", "error", "text"),
     [
-        ({"attention_mask": torch.ones(1)}, gp.errors.OptionError, "attention_mask"),
-        ({"dropout": 0.1}, gp.errors.OptionError, "dropout"),
-        ({"is_causal": True}, gp.errors.OptionError, "is_causal"),
-        ({"rows": 2}, gp.errors.ShapeError, "2 rows"),
+        ({"attention_mask": torch.ones(1)}, 1, gp.errors.OptionError, "attention_mask"),
+        ({"dropout": 0.1}, 1, gp.errors.OptionError, "dropout"),
+        ({"is_causal": True}, 1, gp.errors.OptionError, "is_causal"),
+        ({}, 2, gp.errors.ShapeError, "2 rows"),
+        *(({name: None}, 1, gp.errors.OptionError, name) for name in PIECES),
     ],
 )
-def test_what_it_does_not_do(asked: dict[str, object], error: type[Exception], text: str) -> None:
-    named = {
-        "rows": 1,
-        "attention_mask": None,
-        "cu_seq_lens_q": torch.tensor([0, 6], dtype=torch.int32),
-        "query_bounds": torch.tensor([0, 6], dtype=torch.int32),
-        "key_lengths": torch.tensor([6], dtype=torch.int32),
-    }
-    rows, *_ = (named | asked).values()
-    given = {name: value for name, value in (named | asked).items() if name != "rows"}
-    row = torch.ones(rows, HEADS, 6, HEAD_DIM)
+def test_what_it_does_not_do(asked: dict[str, object], rows: int, error: type[Exception], text: str) -> None:
+    """It asks for pieces, and of what else attention may be asked for it has nothing."""
+    given = {"attention_mask": None, **dict(zip(PIECES, att.pieces_on([6], torch.device("cpu")), strict=True))}
+    one, row = torch.ones(1, HEADS, 6, HEAD_DIM), torch.ones(rows, HEADS, 6, HEAD_DIM)
+    packed()(one, one, one, **given)
     with pytest.raises(error, match=text):
-        packed()(row, row, row, **given)
-
-
-@pytest.mark.parametrize("missing", ["query_bounds", "cu_seq_lens_q", "key_lengths"])
-def test_packed_attention_asks_for_pieces(missing: str) -> None:
-    row = torch.ones(1, HEADS, 6, HEAD_DIM)
-    names = ("query_bounds", "cu_seq_lens_q", "key_lengths")
-    given = dict(zip(names, att.pieces_on([6], torch.device("cpu")), strict=True))
-    packed()(row, row, row, None, **given)
-    with pytest.raises(gp.errors.OptionError, match=missing):
-        packed()(row, row, row, None, **{**given, missing: None})
+        packed()(row, row, row, **{**given, **asked})

@@ -9,7 +9,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from hypothesis import strategies as st
 
 from graphpass.encoder import EncoderItemSpec, ItemShares, balance_items, sharding
 from graphpass.encoder.sharding import encoded_by_all
@@ -71,9 +70,6 @@ def test_a_request_under_another_setting_is_a_problem() -> None:
 
 
 # Items over ranks: everything once, balanced by size and then by count, the same on every rank.
-
-
-SIZES = st.lists(st.integers(0, 100), max_size=40)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import sympy
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphpass import partition
@@ -97,13 +97,9 @@ def test_fixed_shapes_are_captured(dynamo_split: Split, function: Callable[..., 
 def on_cuda(function: Callable[..., Any], *devices: str) -> Partition:
     """Partition a traced function with a fake tensor of three floats on each device."""
 
-    class Model(nn.Module):
-        def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
-            return function(x, y)
-
     with FakeTensorMode():
         examples = [torch.empty(3, device=device) for device in devices]
-    return partition(fx.symbolic_trace(Model()), example_inputs=examples)
+    return partition(fx.symbolic_trace(function), example_inputs=examples)
 
 
 @pytest.mark.parametrize(

@@ -59,16 +59,11 @@ def test_sizes_cross_as_one_number_per_dimension(dynamo_split: Split, use: Calla
 def test_a_traced_graph_keeps_its_sizes_open(use: Callable[..., Any]) -> None:
     """Examples fix no size: the same partition serves another shape."""
 
-    class Model(nn.Module):
-        def forward(self, x: torch.Tensor) -> Any:
-            y = F.softmax(x, -1)
-            return use(y, x)
-
     class Sized(fx.Tracer):
         def iter(self, obj: Any) -> Any:
             return iter([obj[0], obj[1]])
 
-    gm = fx.GraphModule(Model(), Sized().trace(Model()))
+    gm = fx.GraphModule(nn.Module(), Sized().trace(lambda x: use(F.softmax(x, -1), x)))
     split = partition(gm, SOFTMAX, example_inputs=(torch.rand(4, 6),))
     assert not any(isinstance(value, torch.Size) for value in crossing_values(split))
     x = torch.rand(2, 3)
@@ -76,11 +71,8 @@ def test_a_traced_graph_keeps_its_sizes_open(use: Callable[..., Any]) -> None:
 
 
 def test_a_size_that_is_returned_is_a_size_again() -> None:
-    class Model(nn.Module):
-        def forward(self, x: torch.Tensor) -> Any:
-            return {"size": F.softmax(x, -1).size(), "again": (x.shape, 3)}
-
-    split = partition(fx.symbolic_trace(Model()), SOFTMAX, example_inputs=(torch.rand(4, 6),))
+    traced = fx.symbolic_trace(lambda x: {"size": F.softmax(x, -1).size(), "again": (x.shape, 3)})
+    split = partition(traced, SOFTMAX, example_inputs=(torch.rand(4, 6),))
     got = split.stitched(torch.rand(2, 3))
     assert got == {"size": torch.Size([2, 3]), "again": (torch.Size([2, 3]), 3)}
     assert isinstance(got["size"], torch.Size)

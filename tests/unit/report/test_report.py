@@ -161,11 +161,10 @@ def test_long_tables_are_cut_in_the_text_only() -> None:
 
 
 def test_a_problem_names_its_cause_its_line_and_a_remedy() -> None:
-    class Pooled(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x * 2).mean(0)
+    def pooled(x: torch.Tensor) -> torch.Tensor:
+        return (x * 2).mean(0)
 
-    fast = gp.graphed(Pooled(), {"width": [4]}, {"x": {1: "width"}}, compiler="eager")
+    fast = gp.graphed(pooled, {"width": [4]}, {"x": {1: "width"}}, compiler="eager")
     for width in (9, 11, 10, 9):
         fast(torch.randn(3, width))
     large, unpadded = fast.report().problems
