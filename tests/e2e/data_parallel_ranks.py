@@ -25,6 +25,7 @@ from graphpass import (
 )
 from graphpass.ranks import DataParallelAgreement
 from graphpass.regions import register_padding_rule
+from tests.unit.models import Rowwise
 from tests.unit.serving.managed import GrowingRuntime
 
 NUM_RANKS, WIDTH, LARGEST = 4, 6, 24
@@ -67,16 +68,8 @@ class WithCollective(nn.Module):
         return self.after(self.before(x)).relu() + x
 
 
-class WithoutCollective(nn.Module):
+class WithoutCollective(Rowwise):
     """Can be one graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x).tanh()
 
     def alone(self, x: torch.Tensor) -> torch.Tensor:
         return self(x)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from graphpass.errors import OptionError, ShapeError
 from graphpass.text import experts as experts_op
 from graphpass.text.experts import HUGGING_FACE_NAME, compute_experts_by_token, expert_linear
+from tests.e2e.small_decoders import small_decoder
 
 
 def hf() -> Any:
@@ -96,25 +97,13 @@ def test_no_token_and_numbers_out_of_range(linear: Linear) -> None:
 
 # -- modules of transformers -----------------------------------------------------------------------------------------
 
-SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
-SMALL |= {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
 # Gated, gated without concatenation and with biases in transposed weights, and behind a router of groups.
-FAMILIES: dict[str, dict[str, Any]] = {
-    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": {"rope_theta": 1e4}},
-    "Qwen3Moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8},
-}
-FAMILIES["GptOss"]["rope_parameters"]["rope_type"] = "default"
+FAMILIES = ("Mixtral", "GptOss", "Qwen3Moe")
 
 
 def small_model(family: str) -> Any:
-    config = getattr(hf(), f"{family}Config")(**SMALL, **FAMILIES[family])
-    model = getattr(hf(), f"{family}ForCausalLM")(config).eval()
-    seeded = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.copy_(torch.randn(weight.shape, generator=seeded) / 4)
-    return model
+    hf()
+    return small_decoder(f"{family}ForCausalLM")
 
 
 def experts_of(model: Any) -> list[nn.Module]:

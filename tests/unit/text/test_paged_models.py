@@ -14,23 +14,14 @@ import graphpass as gp
 from graphpass.errors import GraphpassError, OptionError, ShapeError
 from graphpass.text import LayerMask, PageAllocator, PagedAttention, PagedRequests, PositionScale
 from graphpass.text.paged.huggingface import HUGGING_FACE_NAME, register_with_hugging_face
+from tests.e2e.small_decoders import small_decoder
 
-TEXT = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_hidden_layers": 2,
-    "vocab_size": 61,
-    "max_position_embeddings": 64,
-}
 STOCK: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Qwen3": {},
     "Mistral": {"sliding_window": 5},
     "Qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "head_dim": 8},
-    "Llama4Text": {"num_hidden_layers": 4, "intermediate_size_mlp": 64, "attention_chunk_size": 5,
+    "Llama4Text": {"intermediate_size_mlp": 64, "attention_chunk_size": 5,
         "num_local_experts": 2, "interleave_moe_layer_step": 2, "no_rope_layer_interval": 2, "floor_scale": 3,
         "attn_scale": 0.7},
     "DeepseekV3": {"num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
@@ -44,14 +35,8 @@ STOCK: dict[str, dict[str, Any]] = {
 
 
 def stock(name: str) -> Any:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**{**TEXT, **STOCK[name]}, attn_implementation="eager")
-    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.3)
-    return model
+    pytest.importorskip("transformers")
+    return small_decoder(f"{name.removesuffix('Text')}ForCausalLM", **STOCK[name], attn_implementation="eager")
 
 
 @pytest.mark.parametrize(
@@ -110,7 +95,7 @@ def test_what_the_layers_need_is_read_again_and_limits_that_no_sequence_reaches_
     model, scaled = stock("Llama4Text"), PositionScale(3.0, 0.7)
     for _ in range(2):  # the second one finds the layers as the first one has set them
         layers = PagedAttention.for_model(model, max_seq_len=32, **sizes).cache.layers
-        assert [layer.query_scale for layer in layers] == [None, scaled, None, scaled]
+        assert [layer.query_scale for layer in layers] == [None, scaled]
     for longest, mask in ((32, LayerMask(window=5)), (5, LayerMask())):
         layers = PagedAttention.for_model(stock("Phimoe"), max_seq_len=longest, **sizes).cache.layers
         assert {layer.mask for layer in layers} == {mask}
