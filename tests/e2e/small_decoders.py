@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
 
 VOCABULARY, WIDTH, MAX_POSITIONS, WINDOW, GAIN = 128, 64, 128, 6, 2
@@ -52,7 +53,7 @@ def small_decoder(name: str, **config: Any) -> Any:
     ``config`` replaces values of the small configuration.
     Under the initial weights every token would attend to all others alike, and most texts would repeat one token.
     """
-    transformers = importlib.import_module("transformers")
+    transformers = pytest.importorskip("transformers")
     small = small_config(decoder_classes()[name], {**_OF_CLASS.get(name, {}), **config})
     torch.manual_seed(0)
     model = getattr(transformers, name)(small).float().eval()

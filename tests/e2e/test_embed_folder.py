@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import random
 import re
 import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 
 from tests.e2e.hugging_face import CPU, difference
-from tests.e2e.photographs import cut_photographs
 from tests.processes import ROOT, environment
 
 if importlib.util.find_spec("ray") is None:
@@ -41,19 +38,26 @@ class Ran:
 
 
 @pytest.fixture(scope="module")
-def photographs() -> Mapping[str, Any]:
-    cut = cut_photographs(random.Random(0), NUM_IMAGES)
-    return {f"{number:02}.png": photograph for number, photograph in enumerate(cut)}
+def example() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
+        yield importlib.import_module("embed_folder")
 
 
 @pytest.fixture(scope="module")
-def ran(photographs: Mapping[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Ran:
+def photographs(example: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("skimage.data")
+    folder = tmp_path_factory.mktemp("photographs")
+    example.write_photographs(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ran(photographs: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     from pyarrow import parquet
 
-    folder, output = tmp_path_factory.mktemp("photographs"), tmp_path_factory.mktemp("written") / "embeddings"
-    for name, photograph in photographs.items():
-        photograph.save(folder / name)
-    given = (str(folder), "--output", str(output), "--actors", "2", "--batch-size", str(BATCH_SIZE), "--check")
+    output = tmp_path_factory.mktemp("written") / "embeddings"
+    given = (str(photographs), "--output", str(output), "--actors", "2", "--batch-size", str(BATCH_SIZE), "--check")
     printed = run_example(*given)
     rows = parquet.read_table(output).to_pylist()
     return Ran(printed, [(Path(row["path"]).name, torch.tensor(row["embedding"])) for row in rows])
@@ -81,12 +85,6 @@ def run_example(*arguments: str) -> str:
     return ended.stdout
 
 
-@pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(EXAMPLES)
-    return importlib.import_module("embed_folder")
-
-
 def test_both_actors_serve_images_from_graphs(ran: Ran) -> None:
     actors = [tuple(map(int, row)) for row in ROW.findall(ran.printed)]
     assert len(actors) == 2
@@ -96,12 +94,15 @@ def test_both_actors_serve_images_from_graphs(ran: Ran) -> None:
     assert sum(images for images, *_ in actors) == NUM_IMAGES
 
 
-def test_embeddings_are_those_of_the_stock_tower(ran: Ran, photographs: Mapping[str, Any], example: ModuleType) -> None:
+def test_embeddings_are_those_of_the_stock_tower(ran: Ran, photographs: Path, example: ModuleType) -> None:
+    from PIL import Image
+
     model = example.Model("CLIP", None)
     tower, processor = model.tower(), model.processor()
     for name, found in ran.written:
         with torch.no_grad():
-            expected = tower(**processor(images=[photographs[name]], return_tensors="pt")).pooler_output[0]
+            image = Image.open(photographs / name).convert("RGB")
+            expected = tower(**processor(images=[image], return_tensors="pt")).pooler_output[0]
         assert difference(found, expected) < CPU.tolerance
         others = (embedding for other, embedding in ran.written if other != name)
         assert min(difference(other, expected) for other in others) > 100 * CPU.tolerance

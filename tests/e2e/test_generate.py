@@ -21,22 +21,9 @@ from graphpass.text import CausalLM, PagedAttention, PagedRequests
 from graphpass.text.causallm import default_capture_sizes
 from tests.e2e.engines import Engines, engines_made
 from tests.e2e.greedy import NEAR_TIE, References
-from tests.e2e.hugging_face import far_from_initial
+from tests.e2e.small_decoders import VOCABULARY, small_decoder
 
-VOCABULARY, LAYERS, MAX_LENGTH = 256, 2, 64
-CONFIG = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": MAX_LENGTH,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+MAX_LENGTH = 64
 # Mistral's window is shorter than most of the texts.
 MODELS = {"llama": ("Llama", {}), "qwen3": ("Qwen3", {}), "mistral": ("Mistral", {"sliding_window": 12})}
 SOFT_CAPPED = {"gemma2": ("Gemma2", {"sliding_window": 12, "query_pre_attn_scalar": 16})}
@@ -47,12 +34,9 @@ WHOLE_LADDER: dict[str, Any] = {"capture_sizes": [1, 2, 4, 8, 16, 32], "seq_len_
 
 
 def make_model(name: str, device: str = "cpu") -> torch.nn.Module:
-    """A decoder with seeded weights far from the initial ones, so that its logits differ from each other."""
-    transformers = pytest.importorskip("transformers")
+    """A decoder whose logits differ from each other."""
     family, config = {**MODELS, **SOFT_CAPPED}[name]
-    made = getattr(transformers, f"{family}Config")(**CONFIG, **config)
-    model: torch.nn.Module = getattr(transformers, f"{family}ForCausalLM")(made).eval()
-    far_from_initial(model)
+    model: torch.nn.Module = small_decoder(f"{family}ForCausalLM", **config)
     return model.to(device)
 
 

@@ -15,7 +15,8 @@ from graphpass.text import CausalLM, Drafter, Generation, GenerationStats, Ngram
 from graphpass.text.scheduler import Ints
 from tests.e2e.engines import Engines, engines_made
 from tests.e2e.greedy import Reference, References
-from tests.e2e.test_generate import MAX_LENGTH, MODES, SIZES, VOCABULARY, all_pages_are_free, make_model, make_prompts
+from tests.e2e.small_decoders import VOCABULARY
+from tests.e2e.test_generate import MAX_LENGTH, MODES, SIZES, all_pages_are_free, make_model, make_prompts
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 LADDER: dict[str, Any] = {"capture_sizes": [8, 32], "seq_len_buckets": [32]}

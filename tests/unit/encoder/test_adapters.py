@@ -50,15 +50,15 @@ def test_by_what_the_forward_takes(stock: Tower, limits: tuple[int, ...], mode: 
 
 
 def forward(self: Any, pixels: torch.Tensor, grid_thw: torch.Tensor) -> torch.Tensor:
-    """Of a tower that has no config."""
-    return pixels
+    """Of a tower that has no config, whose outputs have no names."""
+    return self.embed(pixels)
 
 
 @pytest.mark.parametrize(
     ("tower", "text"),
     [
         *((tower, r"takes grid_thw.*implement the protocol") for tower in (torch.nn.Linear(2, 2), None, "qwen")),
-        (module(forward), "there is no adapter for this"),
+        (module(forward, embed=nn.Linear(8, 8)), "there is no adapter for this.*named outputs"),
     ],
 )
 def test_unknown_towers(tower: Any, text: str) -> None:

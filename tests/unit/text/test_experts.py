@@ -15,12 +15,6 @@ from graphpass.text import experts as experts_op
 from graphpass.text.experts import HUGGING_FACE_NAME, compute_experts_by_token, expert_linear
 from tests.e2e.small_decoders import small_decoder
 
-
-def hf() -> Any:
-    """Transformers, which takes long to import."""
-    return pytest.importorskip("transformers")
-
-
 Linear = Callable[..., Tensor]
 # tokens, experts of each, experts, in, out: one token, many for few experts, few for many, widths for blocks alone
 SHAPES = ((1, 2, 4, 8, 12), (5, 2, 16, 8, 12), (37, 3, 5, 16, 8), (64, 4, 3, 8, 4), (3, 1, 1, 4, 8), (9, 2, 8, 7, 5))
@@ -102,7 +96,6 @@ FAMILIES = ("Mixtral", "GptOss", "Qwen3Moe")
 
 
 def small_model(family: str) -> Any:
-    hf()
     return small_decoder(f"{family}ForCausalLM")
 
 

@@ -35,7 +35,6 @@ STOCK: dict[str, dict[str, Any]] = {
 
 
 def stock(name: str) -> Any:
-    pytest.importorskip("transformers")
     return small_decoder(f"{name.removesuffix('Text')}ForCausalLM", **STOCK[name], attn_implementation="eager")
 
 
