@@ -51,13 +51,9 @@ def contents(inputs: list[Tensor], generator: torch.Generator, *, special: bool)
             drawn.append(value)
             continue
         value = value.round()
-        for at, number in enumerate(_SPECIAL):
+        for number in _SPECIAL:
             hit = torch.rand(value.shape, generator=generator) < 0.03
-            value = (
-                torch.where(hit, torch.tensor(_SPECIAL[at], dtype=value.dtype), value)
-                if number == number
-                else (torch.where(hit, torch.tensor(float("nan"), dtype=value.dtype), value))
-            )
+            value = torch.where(hit, torch.tensor(number, dtype=value.dtype), value)
         drawn.append(value)
     return drawn
 
