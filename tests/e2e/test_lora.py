@@ -13,8 +13,8 @@ from graphpass import LoraKeys
 from graphpass.errors import OptionError
 from graphpass.text import CausalLM, Generation, LoraAdapters, Request
 from tests.e2e.greedy import Reference, continued
+from tests.e2e.small_decoders import small_decoder
 from tests.e2e.test_generate import PROMPTS, SIZES
-from tests.e2e.test_generate import make_model as make_stock_model
 from tests.unit.text.adapted import Adapter
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
@@ -28,10 +28,7 @@ PROMPT_OF = PROMPTS[: len(MIX)]
 
 def make_model(device: str = "cpu") -> torch.nn.Module:
     """A decoder of one layer."""
-    model: Any = make_stock_model("llama", device)
-    model.model.layers = model.model.layers[:1]
-    model.config.num_hidden_layers = 1
-    return model  # type: ignore[no-any-return]
+    return small_decoder("LlamaForCausalLM", num_hidden_layers=1).to(device)  # type: ignore[no-any-return]
 
 
 def adapters_of(model: torch.nn.Module) -> dict[str, Adapter]:
