@@ -121,6 +121,13 @@ num_tokens=5 num_reqs=2 -> NONE 5 tokens, DISABLED
 num_tokens=12 uniform_decode=True -> NONE 12 tokens, TOO_LARGE
 """,
     )
+    without_routine = CudagraphDispatcher("PIECEWISE", [8], max_num_reqs=2, uniform_decode_query_len=4, lazy=True)
+    assert_expected_inline(
+        decisions_of(without_routine, [{"num_tokens": 7, "uniform_decode": True}]),
+        """\
+num_tokens=7 uniform_decode=True -> PIECEWISE 8 tokens, PADDED
+""",
+    )
 
 
 def test_several_sizes() -> None:

@@ -134,6 +134,3 @@ def test_memory_that_the_region_reaches_by_itself_is_never_overwritten(rig: Any,
         assert same is table
         assert part.data_ptr() == table[2:].data_ptr()
     assert torch.equal(table, torch.arange(8.0))
-
-
-# -- outputs fed back --------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 from graphpass import CUDAGraphWrapper
 from graphpass.capture import Counts, recorder
 from graphpass.context import set_forward_context
-from graphpass.errors import CaptureError, GraphpassError, OptionError, PoolBusyError
+from graphpass.errors import CaptureError, OptionError
 from graphpass.keys import BatchDescriptor, CUDAGraphMode
 
 X = torch.arange(8.0)
@@ -21,9 +21,6 @@ X = torch.arange(8.0)
 
 def plus_one(x: torch.Tensor) -> torch.Tensor:
     return x + 1
-
-
-# -- row 1: no context, NONE, another mode -----------------------------------------------------------------------------
 
 
 # -- row 2: absent, capture open ---------------------------------------------------------------------------------------
@@ -281,13 +278,6 @@ def test_a_recording_that_is_not_used_is_reset(rig: Any, monkeypatch: pytest.Mon
         rig.capture(wrapper, X)
     rig.capture(wrapper, X)
     assert [graph.reset.called for graph in graphs] == [True, False]
-
-
-def test_a_typed_error_of_a_region_stays_what_it_is(rig: Any) -> None:
-    error = PoolBusyError("mine", expected="a", found="b", remedy="c")
-    with pytest.raises(GraphpassError) as raised:
-        rig.capture(rig.wrap(Fails(raise_it(error)), mutated_inputs=[1]), SHIFTED, torch.ones(8))
-    assert raised.value is error
 
 
 def test_a_failed_replay_leaves_the_pool_free(rig: Any) -> None:

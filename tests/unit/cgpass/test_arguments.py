@@ -14,11 +14,6 @@ from tests.unit.cgpass.attended import Make
 from tests.unit.compiled import agrees
 from tests.unit.models import module
 
-# -- random numbers
-
-
-# -- structured arguments and Python values
-
 
 def test_a_written_parameter_that_is_assigned_stays_that_parameter(compiled: Make) -> None:
     def summed(self: Any, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

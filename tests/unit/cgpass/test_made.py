@@ -247,9 +247,6 @@ def test_under_a_context_all_entries_are_real(mode: str, rt: gp.GraphRuntime) ->
     assert fast.uses("captured", "replayed") == {(1, 2)}
 
 
-# -- the check of a key's first padded use -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "function",
     [

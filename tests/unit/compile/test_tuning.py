@@ -8,21 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
-from torch._inductor.utils import fresh_cache
 
 import cgpass
 import graphpass as gp
 from cgpass import pipeline
 from cgpass.servedcalls import ExactGraphs
-from graphpass.capture import recorder
 from graphpass.compat import dynamo, symbolic
 from graphpass.compile import once, tuning
 from graphpass.compile.compilers import Compiler
 from graphpass.errors import OptionError
 from graphpass.report.records import TunedRange
-from tests.unit.compile.tuned import AUTOTUNE, COMBO, DESCENT, PDL, Bench, Captured, captured, layer, notes, tuned
+from tests.unit.compile.tuned import AUTOTUNE, COMBO, DESCENT, PDL, Bench, captured, layer, notes, tuned
 from tests.unit.compiled import Compiled
 from tests.unit.models import linear, module
 
@@ -335,31 +332,6 @@ def test_without_a_gpu_or_variants_it_is_said_once(
     assert graphed(torch.randn(11, 4)).shape == (11, 4)
     assert len([record for record in caplog.records if why in record.message]) == 1
     assert not tuned(rt)
-
-
-@pytest.mark.soak
-# Torch 2.11's max_autotune warns of itself on a CPU; a warning that is an error here makes it a variant that fails.
-@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
-def test_variants_and_ranges_are_compiled_apart_by_inductor(
-    rt: gp.GraphRuntime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = Bench()
-    monkeypatch.setattr(recorder, "measurement_on", lambda device: bench)
-    monkeypatch.setattr(tuning, "_NUM_REPLAYS", 3)
-    monkeypatch.setattr(tuning, "SETTINGS", (AUTOTUNE, "no_such_setting", "shape_padding"))
-    monkeypatch.setattr(Captured, "variant", property(lambda run: (run.name,), lambda run, _: None), raising=False)
-    bench.replay_s = {(AUTOTUNE,): 0.5}
-    model = layer()
-    with fresh_cache():
-        counters.clear()
-        graphed = captured(model, rt, capture_sizes=[4, 16], tune_seconds=600)
-        assert (
-            counters["inductor"]["fxgraph_cache_miss"] == 3
-        )  # of all sizes, and one for each range: shape_padding is on already
-    assert [found.settings for found in tuned(rt)] == [AUTOTUNE] * 2
-    for size in (3, 11):
-        x = torch.randn(size, 4)
-        torch.testing.assert_close(graphed(x), model(x))
 
 
 # -- who hands the options through -------------------------------------------------------------------------------------

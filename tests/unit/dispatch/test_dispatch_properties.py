@@ -61,7 +61,7 @@ def test_choice_is_the_smallest_fitting_key(
     query_len = dispatcher.uniform_decode_query_len
     num_tokens = data.draw(st.integers(0, 40))
     num_reqs = data.draw(st.none() | st.integers(0, 14))
-    uniform = data.draw(st.booleans()) and num_tokens % query_len == 0
+    uniform = data.draw(st.booleans()) and (num_tokens % query_len == 0 or not mode.separate_routine())
     num_active_loras = data.draw(st.integers(0, counts[-1]))
     extra = data.draw(EXTRAS)
     allowed = data.draw(st.none() | st.sets(st.sampled_from(RUNTIME_MODES), min_size=1))

@@ -190,6 +190,3 @@ def of_steps() -> Any:
 
 def test_python_state_and_buffers_advance_once_a_call() -> None:
     agree(of_steps, rows(*SIZES))
-
-
-# -- results -----------------------------------------------------------------------------------------------------------

@@ -109,9 +109,6 @@ def test_where_a_key_cannot_be_captured_nothing_is_left() -> None:
     assert manager.runtime.scopes.current() is None
 
 
-# -- within a limit ---------------------------------------------------------------------------------------------------
-
-
 # A manager's counts and reasons, as tables and for Prometheus.
 
 

@@ -42,21 +42,6 @@ def manager_of(
 # -- the buffers alone
 
 
-def test_a_buffer_for_each_input_at_the_largest_batch() -> None:
-    positions = InputSpec("positions", (3, LARGEST), torch.long, token_dim=1)
-    specs = [X, positions, InputSpec("flag", (2,), torch.bool, token_dim=None)]
-    buffers = InputBuffers(specs, CPU)
-    assert {name: (tuple(t.shape), t.dtype) for name, t in buffers.tensors.items()} == {
-        "x": ((LARGEST, WIDTH), torch.float32),
-        "positions": ((3, LARGEST), torch.long),
-        "flag": ((2,), torch.bool),
-    }
-    assert buffers.largest == {"num_tokens": LARGEST}
-    assert not any(tensor.any() for tensor in buffers.tensors.values())
-    # Two tokens more than the largest batch, which no batch uses.
-    assert buffers.num_bytes() == 4 * (LARGEST + 2) * WIDTH + 8 * 3 * (LARGEST + 2) + 2
-
-
 @pytest.mark.parametrize("padding", [0, 7.5, -1, math.inf, True], ids=str)
 def test_padding_by_a_value_is_there_from_the_start_and_after_larger_batches(padding: Any) -> None:
     buffers = InputBuffers([InputSpec("x", (LARGEST, WIDTH), torch.float32, padding=padding)], CPU)
