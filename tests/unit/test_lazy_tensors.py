@@ -85,16 +85,6 @@ def test_inductor_reads_a_negative_as_it_lies_in_memory(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_inputs_that_are_conjugates_of_each_other_share_their_buffer(device: str) -> None:
-    torch.compiler.reset()
-    fast = gp.graphed(lambda x, y: (x * 2, y * 3), compiler="eager", progress=False)
-    for rows in (4, 4, 4):
-        x = numbers(rows, device)
-        assert_same(fast(x, x.conj()), (x * 2, x.conj() * 3))
-    fast.close()
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("function", "is_complex"),
     [

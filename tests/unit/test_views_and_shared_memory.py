@@ -42,21 +42,6 @@ def agree_in_turn(model: Any, fast: Any, mode: str, calls: list[Callable[[], tup
             torch.testing.assert_close(one, other, msg=lambda text, number=number: f"call {number}: {text}")
 
 
-@COMPILERS
-@pytest.mark.parametrize("writes", [False, True])
-def test_a_view_of_an_input_between_regions_is_read_in_each_replay(
-    compiler: str, writes: bool, rt: gp.GraphRuntime
-) -> None:
-    def model(x: torch.Tensor, y: torch.Tensor) -> Any:
-        t = y + 1
-        v = x[1:]
-        s = t.sigmoid()
-        return (v.mul_(2) if writes else v * 2), s
-
-    fast = compiled(model, rt, compiler, splitting_ops=["aten::sigmoid"])
-    agree_in_turn(model, fast, "PIECEWISE", [lambda: (torch.randn(5, 3), torch.randn(4))] * 3)
-
-
 @MODES
 @pytest.mark.parametrize("writes", [False, True])
 def test_inputs_that_share_memory_at_other_strides_have_a_graph_of_their_own(
@@ -150,17 +135,6 @@ def test_as_strided_of_what_an_earlier_region_hands_over(
     fast = compiled(model, rt, compiler, dynamic=False, splitting_ops=splits)
     agree_in_turn(model, fast, mode, [lambda: (torch.randn(8, 4),)] * 3)
     assert mode == "NONE" or rt.stats().replayed
-
-
-def test_what_an_eager_region_flattens_may_be_written_between(rt: gp.GraphRuntime) -> None:
-    def model(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        v = y.flatten()
-        t = x.tanh()
-        y.copy_(v.mean())
-        return t
-
-    fast = compiled(model, rt, splitting_ops=["aten::flatten"])
-    agree_in_turn(model, fast, "PIECEWISE", [lambda: (torch.randn(4), torch.randn(3, 2))] * 3)
 
 
 def test_an_argument_that_moves_through_a_static_buffer_is_refused_in_the_end(rt: gp.GraphRuntime) -> None:

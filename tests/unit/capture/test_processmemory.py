@@ -180,15 +180,3 @@ def test_what_was_captured_in_it_is_gone(rig: Any) -> None:
         with pytest.raises(CaptureError, match="captured at FULL: nothing"):
             rig.call(either, X)
     assert torch.equal(rig.capture(made_inside, X), X * 2)
-
-
-def test_views_of_the_last_forward_stay_valid(rig: Any) -> None:
-    """Other graphs of the runtime would overwrite them; those of another pool do not."""
-    wrapper = rig.captured(rig.wrap(lambda x: x + 1, outputs="view"), X)
-    view = rig.call(wrapper, X)
-    with rig.runtime.throwaway():
-        for key in (4, 8):
-            rig.call(wrapper, X[:key], at_key=key)
-    assert torch.equal(view, X + 1)
-    rig.capture(wrapper, X[:4], at_key=4)
-    assert view.isnan().all()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import cgpass.autodispatch
 from cgpass.paddingcheck import PaddedCall
 from graphpass.capture.replay import EntryTable
 from graphpass.compat import memory
-from graphpass.paddedcalls import PaddedArguments, PaddedInput, dense_strides
 from tests.unit.cgpass.attended import Make
 from tests.unit.compiled import Compiled, agrees
 from tests.unit.models import module
@@ -80,34 +78,6 @@ def test_padding_is_checked_once_a_key(compiled: Make, monkeypatch: pytest.Monke
     fast = compiled(lambda x: x.relu(), dynamic=True, capture_sizes=[4, 8])
     fast.serve([8, 8, 8, 5, 6, 5, 5, 3, 3, 4])
     assert checked == [5, 3]
-
-
-@pytest.mark.parametrize("rule", ["repeat", 0, 7])
-@pytest.mark.parametrize("order", [None, (0, 1, 2)])
-@pytest.mark.parametrize(
-    "shapes",
-    [
-        ([(6, 3, 2)] * 2, [(4, 3, 2)] * 2),
-        ([(6, 3, 2), (6, 5, 2)], [(4, 3, 2), (4, 3, 2)]),
-        ([(4, 3, 2), (6, 3, 2)], [(4, 3, 2), (3, 3, 2)]),
-        ([(40, 3, 2), (40, 3, 2)], [(4, 3, 2), (4, 3, 2)]),
-    ],
-)
-def test_inputs_that_are_filled_together_hold_what_each_alone_holds(
-    shapes: tuple[Sequence[Any], Sequence[Any]], order: Sequence[int] | None, rule: Any
-) -> None:
-    def made() -> list[PaddedInput]:
-        buffers = [torch.full(shape, -1.0).as_strided(shape, dense_strides(shape, order)) for shape in shapes[0]]
-        pairs = enumerate(zip(buffers, shapes[1], strict=True))
-        return [PaddedInput.of(n, "x", buffer, real, rule, is_written=False) for n, (buffer, real) in pairs]
-
-    values = [torch.randn(shape) for shape in shapes[1]]
-    apart, together = made(), made()
-    for padded in apart:
-        padded.fill(values[padded.position])
-    PaddedArguments(together).fill(values)
-    for alone, beside in zip(apart, together, strict=True):
-        torch.testing.assert_close(beside.buffer, alone.buffer, rtol=0, atol=0)
 
 
 def test_the_device_of_the_arguments_is_asked_for_captures_of_others(

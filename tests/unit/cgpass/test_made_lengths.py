@@ -41,13 +41,6 @@ def test_calls_in_which_lengths_differ_have_a_graph_in_which_each_is_padded(comp
     assert len(fast.rt.callables()) == 2
 
 
-def test_lengths_that_differ_in_the_first_call_may_be_equal_in_others(compiled: Make) -> None:
-    fast = compiled(ends, compiler="aot_eager")
-    calls = [marked(4, *lengths) for lengths in [(5, 9), (6, 6), (9, 5), (7, 7)]]
-    assert fast.serve(calls, passes=3) == len(calls)
-    assert fast.padded_sizes == {"x[1]": True, "mask[1]": True}
-
-
 def test_a_size_that_one_of_two_lengths_does_not_admit_is_no_key(compiled: Make) -> None:
     """Their guards are about symbols of which one has replaced the other."""
 

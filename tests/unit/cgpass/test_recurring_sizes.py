@@ -224,15 +224,6 @@ def test_a_weight_that_changes_during_the_check_is_no_leak(rt: GraphRuntime, mon
     assert replays == 4, "the size is padded"
 
 
-@pytest.mark.parametrize(("replay", "run", "expected"), [(8e-6, 2e-6, False), (20e-3, 12e-3, True)])
-def test_a_run_without_a_graph_counts_its_launches(replay: float, run: float, expected: bool) -> None:
-    """On the device alone, a few small kernels may be faster than a graph of them."""
-    replayed, without = RecurringSizes(OwnGraphs(), None).times_of(())
-    replayed.add(8, lambda: replay)
-    without.add(8, lambda: run)
-    assert RecurringSize((5,), 5, 8, replayed, without, asks_at=3).is_faster_without() == expected
-
-
 # -- without what makes padding neutral --------------------------------------------------------------------------------
 
 

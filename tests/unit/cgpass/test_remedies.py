@@ -227,21 +227,6 @@ def test_a_remedy_that_is_followed_leaves_no_problem(compiled: Make, name: str) 
     assert case.num_keys in (None, len(fast.rt.report().figures.keys)), "the two smaller sizes share a key"
 
 
-def test_a_size_that_is_written_in_two_ways_is_one_size(compiled: Make) -> None:
-    """A skip connection over a layer that halves and one that doubles: one length, written in two ways."""
-    model = module(
-        lambda self, x: torch.cat([self.doubles(self.halves(x)), x], 1),
-        halves=nn.Conv1d(4, 8, 3, 2, padding=1),
-        doubles=nn.ConvTranspose1d(8, 4, 4, 2, padding=1),
-    ).eval()
-    fast = compiled(model, dynamic=True)
-    sizes = [(3, 10), (5, 10), (6, 12), (7, 12), (5, 12), (9, 10)] * 2
-    fast.serve([(torch.randn(batch, 4, length),) for batch, length in sizes])
-    sizes = fast.rt.callables()[0].sizes
-    assert {size.field: size.is_padded for size in sizes} == {"x[0]": True, "x[2]": False}
-    assert not any("correct the padding rule" in found.remedy for found in fast.problems)
-
-
 def test_an_example_of_size_one_is_followed_by_a_larger_one() -> None:
     for example, captured in ((1, 1), (3, 3)):
         torch.compiler.reset()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-import cgpass
 import graphpass as gp
 from graphpass.compile import once
 from graphpass.compile.compilers import Compiler
@@ -78,14 +77,7 @@ def test_graphs_of_one_runtime_share(compiled_at_cuts: Any, rt: gp.GraphRuntime)
         assert rt.compiled() == 3
         compiled(torch.randn(1, 4))
         assert rt.compiled() == 6
-        other = torch.compile(
-            second,
-            backend="cgpass",
-            dynamic=True,
-            options=cgpass.options(
-                splitting_ops=["compiletest::cut"], compiler="aot_eager", runtime=rt, outputs="view"
-            ),
-        )
+        other = compiled_at_cuts(second, dynamic=True, outputs="view")
         x = torch.randn(3, 4)
         torch.testing.assert_close(other(x), second(x))
     assert (rt.compiled(), len(rt.callables())) == (6, 3)
@@ -122,32 +114,6 @@ def test_sizes_and_ranges_are_compiled_apart_and_a_static_region_once(
     # General: 5, 13, 65. Single sizes: 8 and 16. Ranges: 9 and 12; 17 and 64.
     assert by_region == [3, 1, 1, 2, 2]
     assert (rt.compiled(), len(rt.callables())) == (11, 1)
-
-
-def test_an_artifact_serves_no_size_that_it_was_not_compiled_for(
-    monkeypatch: pytest.MonkeyPatch, compiled_at_cuts: Any, rt: gp.GraphRuntime
-) -> None:
-    """What compiling for a range assumed beyond it is asked of each size; other sizes take the general artifact."""
-    ran: list[str] = []
-
-    def compile_graph(graph_module: torch.fx.GraphModule, examples: Any) -> Callable[..., Any]:
-        name = "above 20" if any(isinstance(e, torch.SymInt) and bool(e > 20) for e in examples) else "general"
-
-        def run(*args: Any) -> Any:
-            ran.append(name)
-            return graph_module(*args)
-
-        return run
-
-    monkeypatch.setattr(once, "compiler_named", lambda name: Compiler(compile_graph, False, False))
-    compiled = compiled_at_cuts(torch.relu, compile_ranges=[(9, 64)])
-    x = torch.randn(5, 4)
-    torch._dynamo.mark_dynamic(x, 0)
-    with torch.no_grad():
-        for size in (5, 12, 20):
-            compiled(x if size == 5 else torch.randn(size, 4))
-        assert ran == ["general"] * 3
-        assert len(rt.callables()) == 1
 
 
 def test_a_graph_of_one_size_says_that_nothing_is_compiled_by_size(compiled_at_cuts: Any, rt: gp.GraphRuntime) -> None:

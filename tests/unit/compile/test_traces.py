@@ -74,24 +74,6 @@ def test_equal_regions_share_an_artifact_if_their_passes_decide_alike() -> None:
 
 
 @EACH_COMPILER
-def test_a_trace_adds_no_guard(compiler: str) -> None:
-    def asks(aten: fx.GraphModule) -> bool:
-        sizes = [n.meta["val"] for n in aten.graph.find_nodes(op="placeholder")]
-        return any(bool(size > 5) for size in sizes if isinstance(size, torch.SymInt))
-
-    traced = Traced(compiler, asks)
-    model = Layers(2).eval()
-    compiled = torch.compile(model, backend=traced, dynamic=True)
-    with torch.no_grad():
-        for size in (9, 3, 17):
-            x = torch.randn(size, 4)
-            torch.testing.assert_close(compiled(x), model(x))
-    assert len(traced.compiled) == 1
-    assert traced.compiled[0].traces["r0"].result is True
-    assert all(before == after for before, after in traced.facts)
-
-
-@EACH_COMPILER
 def test_an_error_of_the_trace_is_a_reason_and_breaks_nothing(compiler: str) -> None:
     def fails(aten: fx.GraphModule) -> None:
         raise ZeroDivisionError("of all things")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
 
@@ -147,17 +146,6 @@ def test_at_the_bound_the_graph_that_saves_least_makes_room() -> None:
     assert [graph.num_bytes for graph in traffic.graphs()] == [MIB]
 
 
-def test_graphs_of_a_callable_that_is_gone_take_no_bytes() -> None:
-    shared = OwnGraphs()
-    traffic = Traffic(shared)
-    traffic.spent_s = 1e9
-    assert traffic.call(traffic.size(6, 8), 30)
-    assert shared.num_bytes() == MIB
-    del traffic
-    gc.collect()  # the test's own functions refer to it
-    assert shared.num_bytes() == 0
-
-
 def test_a_size_whose_graph_is_lost_twice_stays_padded() -> None:
     traffic = Traffic()
     traffic.spent_s = 1e9
@@ -274,12 +262,3 @@ def test_insertions_that_cost_little_stay_in_the_other_graphs(plain_s: float, go
     assert traffic.captured_plain(first, plain_s) is Serve.OWN
     assert (traffic.plain_after(second) is not None) == goes_on
     assert traffic.plain_after(first) is None, "it is compared once"
-
-
-@pytest.mark.parametrize("plain_s", [None, 400.0])
-def test_what_cannot_be_compiled_without_insertions_is_not_asked_again(plain_s: float | None) -> None:
-    traffic = Made(plain_s)
-    size = traffic.owned(6, 8, 4.0)
-    assert (traffic.plain_after(size) is None) == (plain_s is None)
-    traffic.compiled_plain(1.0, is_compiled=False)
-    assert traffic.plain_after(traffic.owned(7, 8, 4.0)) is None
