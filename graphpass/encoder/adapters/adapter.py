@@ -168,8 +168,7 @@ class TowerAdapter(SupportsEncoderCudaGraph):
         return trees.unflatten(self._as_returned(outputs), self._structure)
 
     def _forward(self, pixels: torch.Tensor, tables: Buffers) -> Outputs:
-        named = self._tables.arguments(tables, len(pixels))
-        output = self._own(self.as_taken(pixels), pieces=self._tables.pieces(tables), **named)
+        output = self._own(self.as_taken(pixels), **self._tables.arguments(tables, len(pixels)))
         return self._by_token(trees.tensors(self._read(output)))
 
     def _try(self, stock: Sequence[torch.Tensor], items: EncoderItems, key: EncoderGraphKey) -> None:

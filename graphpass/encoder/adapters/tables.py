@@ -127,12 +127,10 @@ class GridTables:
         self.names = (*self.kinds, *itertools.chain(*map(piece_keys, self._sequences)))
 
     def arguments(self, tables: Buffers, num_patches: int) -> dict[str, Any]:
-        """What the tower takes. All sequences are at most as long as the batch."""
-        return {name: tables[name] for name in self.kinds} | dict.fromkeys(self._limits, num_patches)
-
-    def pieces(self, tables: Buffers) -> dict[int, Pieces]:
-        """{id of a table of bounds: the pieces of its sequences}."""
-        return {id(tables[n]): Pieces(*(tables[key] for key in piece_keys(n))) for n in self._sequences}
+        """What the copy of the tower takes. All sequences are at most as long as the batch."""
+        pieces = {id(tables[n]): Pieces(*(tables[key] for key in piece_keys(n))) for n in self._sequences}
+        named = {name: tables[name] for name in self.kinds} | dict.fromkeys(self._limits, num_patches)
+        return {**named, "pieces": pieces}
 
     def rows(self, key: EncoderGraphKey) -> dict[str, int]:
         """{buffer: its rows for ``key``}."""
