@@ -99,6 +99,7 @@ class AutoDispatcher:
 
     def __init__(self, rules: AutoRules, graphs: CallableGraphs) -> None:
         self._rules, self._graphs, self._device = rules, graphs, graphs.device
+        self._is_on_cpu = graphs.device.type == "cpu"
         self._name, self._runtime, self._settings = graphs.name, graphs.runtime, graphs.settings
         self._calls = ServedCalls(rules, graphs)
         self._refused: dict[str, CountedReason] = {}
@@ -159,7 +160,7 @@ class AutoDispatcher:
         off = self._rules.off
         if off is not None:
             return off if off.is_expected else self._unless_error(off)
-        if self._is_beside_a_gpu():
+        if self._is_on_cpu and self._is_beside_a_gpu():
             return ON_THE_CPU
         lease, scopes = self._runtime.lease, self._runtime.scopes
         is_busy = scopes.is_any_open() if scope is None else scope.is_automatic
@@ -174,7 +175,7 @@ class AutoDispatcher:
 
     def _is_beside_a_gpu(self) -> bool:
         device = self._runtime.lease.device
-        return self._device.type == "cpu" and device is not None and device.type != "cpu"
+        return self._is_on_cpu and device is not None and device.type != "cpu"
 
     def _count_without_graph(self, reason: Reason) -> None:
         calls = self._refused.get(reason.why)

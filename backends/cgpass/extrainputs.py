@@ -40,6 +40,7 @@ class RealSizes:
 
     def __init__(self, places: Mapping[sympy.Symbol, tuple[int, int | None]], device: torch.device) -> None:
         self._places, self._device = tuple(places.values()), device
+        self.is_read = True  #: by a region; else all calls have one vector, which graphs read in place
         #: symbol -> its entry in the vector
         self.entries = {symbol: entry for entry, symbol in enumerate(places)}
         self._vectors: dict[tuple[int, ...], torch.Tensor] = {}
@@ -49,14 +50,19 @@ class RealSizes:
 
     def of(self, args: Sequence[Any]) -> torch.Tensor:
         """The vector for a call with these arguments."""
-        sizes = symbolic.sizes_at(self._places, args)
+        sizes = symbolic.sizes_at(self._places, args) if self.is_read else ()
         vector = self._vectors.get(sizes)  # guard: real_size_of_the_call
         if vector is None:
             if len(self._vectors) >= _MAX_REMEMBERED:
                 self._vectors.clear()
             with torch.inference_mode(False), torch.no_grad():
-                parts = [torch.full((1,), size, dtype=torch.int32, device=self._device) for size in sizes]
+                parts = [
+                    torch.full((1,), size, dtype=torch.int32, device=self._device)
+                    for size in sizes or (0,) * len(self._places)
+                ]
                 vector = torch.cat(parts)
+            if not self.is_read:
+                memory.mark_static_address(vector)
             if not memory.is_capturing_stream(self._device):  # guard: real_sizes_of_a_users_capture
                 self._vectors[sizes] = vector
         return vector

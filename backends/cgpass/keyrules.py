@@ -53,6 +53,12 @@ class AutoRules:
     unproved: Mapping[str, Reason]  #: {key field: why} of each size that is not padded
 
 
+def reads_real_sizes(parts: Partition, traces: Mapping[str, RegionTrace]) -> bool:
+    """Whether a region reads the real sizes of each call: its padding is made, or nobody knows."""
+    found = [traces.get(region.name) for region in parts.regions if region.kind == "captured"]
+    return any(trace is None or trace.problem is not None or trace.result.insertions for trace in found)
+
+
 def dispatched(
     name: str, parts: Partition, sizes: GraphSizes, traces: Mapping[str, RegionTrace], settings: Settings
 ) -> tuple[AutoRules, PaddingProof]:
@@ -76,7 +82,7 @@ def dispatched(
         for position, layout in sizes.layouts.items()
         if not parts.inputs[position].is_static and symbols_in(layout.shape) & padded
     }
-    if positions:
+    if positions and reads_real_sizes(parts, traces):
         positions |= {p: "repeat" for p, given in enumerate(parts.inputs) if given.has_real_sizes}
     sizes = replace(sizes, sizes=tuple(replace(size, is_padded=size.symbol in padded) for size in sizes.sizes))
     rules = AutoRules(

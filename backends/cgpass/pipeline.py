@@ -22,7 +22,7 @@ from cgpass.extrainputs import (
 )
 from cgpass.graphrecord import region_records, report_graph, size_records
 from cgpass.infloat64 import region_in_float64
-from cgpass.keyrules import calls_collectives, dispatched
+from cgpass.keyrules import calls_collectives, dispatched, reads_real_sizes
 from cgpass.namedsizes import GraphSizes, unify_sizes, unmatched_names
 from cgpass.paddingpass import padding_passes
 from cgpass.wrappers import CompiledGraph
@@ -124,7 +124,8 @@ def _captured(
     is_first = not runtime.callables()  # a later graph may begin after a graph break
     sizes = GraphSizes.of(parts, settings, is_first=is_first)
     # Proofs need aten graphs, and are about symbolic sizes. Without a trace the compiler uses its cache of AOT graphs.
-    entries = {} if traced.appended is None or traced.appended.sizes is None else traced.appended.sizes.entries
+    real_sizes = None if traced.appended is None else traced.appended.sizes
+    entries = {} if real_sizes is None else real_sizes.entries
     trace = padding_passes(parts, sizes, settings, entries) if parts.has_symbols() else None
     dynamo.forget_arguments(traced.whole.graph)
     compiled = _compiled(name, parts, sizes, trace, runtime, settings)
@@ -135,6 +136,8 @@ def _captured(
     _dump(name, parts, settings)
     eager = [region for region in parts.regions if region.kind == "eager"]
     traces = {**compiled.traces, **({} if trace is None else traced_regions(eager, AtenGraph.of, ignores_numbers))}
+    if real_sizes is not None:
+        real_sizes.is_read = reads_real_sizes(parts, traces)  # guard: real_sizes_that_are_read
     start_s = time.perf_counter()
     rules, proof = dispatched(name, parts, sizes, traces, settings) if settings.dispatches_itself() else (None, None)
     proof_s = time.perf_counter() - start_s

@@ -62,19 +62,20 @@ class GivenUpFunctions:
 
     def watch(self) -> Callable[[], tuple[bool, list[Reason]]]:
         """Watch a call that comes now; the returned function says whether it entered a graph, and why parts did not."""
-        before = {UNKNOWN: self._times(UNKNOWN), **{place: self._times(place) for place in self._found}}
-        num_tried, at_us = untraced.num_tried(), untraced.now_us()
+        num_entered, num_tried, at_us = self.entered.total(), untraced.num_tried(), untraced.now_us()
+        before = {place: self._times(place) for place in self._found} if self._found else {}
 
         def seen() -> tuple[bool, list[Reason]]:
-            has_entered, has_tried = self._times(UNKNOWN) != before[UNKNOWN], untraced.num_tried() != num_tried
-            if has_entered and not has_tried and len(before) == 1:
+            has_entered, has_tried = self.entered.total() != num_entered, untraced.num_tried() != num_tried
+            if has_entered and not has_tried and not before:
                 return True, []
+            times = {UNKNOWN: num_entered, **before}
             own = (one for one in untraced.given_up() if one.at_us >= at_us) if has_tried else ()
             new = self._look(own, is_own=True)
             return has_entered, [
                 why
                 for place, why in self._found.items()
-                if self._times(place) == before.get(place) or place in new - {UNKNOWN}
+                if self._times(place) == times.get(place) or place in new - {UNKNOWN}
             ]
 
         return seen

@@ -220,6 +220,21 @@ def test_a_graph_that_it_does_not_help_is_left_as_it_is(compiled: Make) -> None:
     assert {size.verdict for size in record.sizes if size.is_padded} == {"proved"}
 
 
+def test_where_no_padding_is_made_all_calls_have_one_vector(compiled: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is never filled: a copy in each call would launch a kernel for what nobody reads."""
+    vectors, of = list[torch.Tensor](), extrainputs.RealSizes.of
+
+    def watched(sizes: extrainputs.RealSizes, args: Any) -> torch.Tensor:
+        vectors.append(of(sizes, args))
+        return vectors[-1]
+
+    monkeypatch.setattr(extrainputs.RealSizes, "of", watched)
+    for model, is_one in ((torch.abs, True), (mean, False)):
+        vectors.clear()
+        made(compiled, model).serve(of_calls(SIZES), passes=2)
+        assert (len(set(map(id, vectors))) == 1) is is_one
+
+
 def test_real_sizes_of_a_users_capture_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture records how they are made; memory that only its replay fills serves no other call."""
     symbol = sympy.Symbol("s0")
