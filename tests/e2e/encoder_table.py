@@ -17,7 +17,7 @@ WORDS = {"proved": "proved", "made": "made", "unproved": "exact"}
 
 def measured(name: str) -> Outcome:
     """Two passes of one model."""
-    return two_passes(ENCODERS[name], 1, LARGEST, NUM_CALLS)
+    return two_passes(ENCODERS[name], LARGEST, NUM_CALLS)
 
 
 def row_of(name: str, outcome: Outcome) -> str:

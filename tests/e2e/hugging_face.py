@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,16 +24,14 @@ CPU = Place("cpu", torch.float32, 1e-5)
 CUDA = Place("cuda", torch.bfloat16, 2e-2)
 
 
-def far_from_initial(
-    model: torch.nn.Module, gain: float = 1.0, fan: Callable[[torch.Tensor], int] = lambda weight: weight[0].numel()
-) -> None:
+def far_from_initial(model: torch.nn.Module, gain: float = 1.0) -> None:
     """Seeded weights: under the initial ones every token would attend to all alike, and most texts repeat one token."""
     seeded = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
             noise = torch.randn(weight.shape, generator=seeded)
             if weight.dim() > 1:
-                weight.copy_(gain * noise / math.sqrt(fan(weight)))
+                weight.copy_(gain * noise / math.sqrt(weight[0].numel()))
             else:
                 weight.add_(0.2 * noise)
 

@@ -70,9 +70,9 @@ def filled_keys(adapter: Any) -> set[str]:
     )
 
 
-def poisoned(stock: Tower, tower: Any, **options: Any) -> Any:
+def poisoned(stock: Tower, tower: Any) -> Any:
     """The tower's adapter, with poison behind the rows of each batch, but for buffers that say which rows those are."""
-    adapter: Any = adapter_for(tower, **{**stock.options, **options})
+    adapter: Any = adapter_for(tower, **stock.options)
     fill, prepare = adapter.prepare_encoder_cudagraph_capture_inputs, adapter.prepare_encoder_cudagraph_replay_buffers
 
     def prepared(items: Any, key: EncoderGraphKey) -> dict[str, torch.Tensor]:

@@ -98,9 +98,9 @@ class Tower:
                 results.append((output.pooler_output, *(getattr(output, "deepstack_features", None) or ())))
         return results
 
-    def random_sizes(self, seeded: random.Random, most: int = 6) -> list[Grid]:
-        """One to ``most`` small images of any shape, among them clips, thin strips and single tokens."""
-        count = seeded.randint(1, most)
+    def random_sizes(self, seeded: random.Random) -> list[Grid]:
+        """One to six small images of any shape, among them clips, thin strips and single tokens."""
+        count = seeded.randint(1, 6)
         sides = [2, 2, 4, 6, 8, 10, 14]
         return [(seeded.choice([1, 1, 1, 2, 3]), seeded.choice(sides), seeded.choice(sides)) for _ in range(count)]
 

@@ -29,12 +29,10 @@ def fresh_op(name: str) -> Callable[[Callable[..., Any]], Any]:
     return made
 
 
-def wrap(
-    runnable: Callable[..., Any], runtime: gp.GraphRuntime, *, mode: gp.CUDAGraphMode = FULL, **given: Any
-) -> gp.CUDAGraphWrapper:
+def wrap(runnable: Callable[..., Any], runtime: gp.GraphRuntime, **given: Any) -> gp.CUDAGraphWrapper:
     """A wrapper named ``f``; ``given`` are roles of its arguments and fields of its policy."""
     roles = {name: given.pop(name) for name in ("static_inputs", "mutated_inputs") if name in given}
-    return gp.CUDAGraphWrapper(runnable, mode, runtime=runtime, name="f", policy=CapturePolicy(**given), **roles)
+    return gp.CUDAGraphWrapper(runnable, FULL, runtime=runtime, name="f", policy=CapturePolicy(**given), **roles)
 
 
 def call(wrapper: Any, num_tokens: int, *args: Any, mode: gp.CUDAGraphMode = FULL, **context: Any) -> Any:

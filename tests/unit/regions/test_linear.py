@@ -50,20 +50,29 @@ def dynamic(*shape: int) -> torch.Tensor:
 def layers(n: int) -> fx.GraphModule:
     """Sizes, tuples, symbols of inputs, host reads, and allocations that a region takes over: each for each layer."""
 
-    def run(x: torch.Tensor, weights: list[torch.Tensor], sized: list[torch.Tensor]) -> list[torch.Tensor]:
-        x = torch.sin(x)
-        made = [torch.zeros(8) for _ in weights]  # between two splits, before the region that is captured
-        x = torch.sin(x)
-        for weight, tensor, zeros in zip(weights, sized, made, strict=True):
+    def run(x: torch.Tensor, weights: list[torch.Tensor], sized: list[torch.Tensor]) -> torch.Tensor:
+        for weight, tensor in zip(weights, sized, strict=True):
             x = torch.relu(x @ weight).reshape(x.shape[0] * 2, -1)
             x = torch.sin(x).reshape(-1, 8)
             a, b = torch.sin(x).split(4, -1)
-            x = torch.cat([b, a], -1) * x.max(0).values + zeros
+            x = torch.sin(torch.cat([b, a], -1) * x.max(0).values)
             x = x + torch.sin(torch.zeros(8), out=torch.empty(8))  # alone between two splits
             x = x + torch.sin(tensor.expand(2, -1) * tensor.shape[0]).sum().item()
-        return [x, *made]
+        return x
 
     return traced(run, dynamic(4, 8), [torch.ones(8, 8) for _ in range(n)], [dynamic(5 + i) for i in range(n)])
+
+
+def many_allocations(n: int) -> fx.GraphModule:
+    """All between the same two splits, before the one region that is captured."""
+
+    def run(x: torch.Tensor) -> list[torch.Tensor]:
+        x = torch.sin(x)
+        made = [torch.zeros(8) for _ in range(n)]
+        x = torch.sin(x)
+        return [x * y for y in made]
+
+    return traced(run, torch.ones(8))
 
 
 def constants(n: int) -> fx.GraphModule:
@@ -98,7 +107,7 @@ def steps(gm: fx.GraphModule) -> int:
     return entered.total()
 
 
-@pytest.mark.parametrize("graph_of", [layers, constants], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("graph_of", [layers, many_allocations, constants], ids=lambda f: f.__name__)
 def test_steps_grow_linearly(graph_of: Callable[[int], fx.GraphModule]) -> None:
     partition(graph_of(2), SPLIT)
     few, some, many = (steps(graph_of(n)) for n in (4, 8, 16))

@@ -78,63 +78,42 @@ def test_a_size_that_is_returned_is_a_size_again() -> None:
     assert isinstance(got["size"], torch.Size)
 
 
-def write_in_place(x: torch.Tensor, out: torch.Tensor) -> Any:
-    return x.add_(1)
-
-
-def write_through_a_view(x: torch.Tensor, out: torch.Tensor) -> Any:
+def through_a_view(x: torch.Tensor, out: torch.Tensor) -> Any:
     view = x.t()[1:]
     view.mul_(2)
     return view + 1
 
 
-def write_an_item(x: torch.Tensor, out: torch.Tensor) -> Any:
+def an_item(x: torch.Tensor, out: torch.Tensor) -> Any:
     x[0] = 1
     return x + 1
 
 
-def write_behind_a_mask(x: torch.Tensor, out: torch.Tensor) -> Any:
+def behind_a_mask(x: torch.Tensor, out: torch.Tensor) -> Any:
     x[x > 0] = 0
     return x + 1
 
 
-def write_an_out_argument(x: torch.Tensor, out: torch.Tensor) -> Any:
-    torch.mul(x, 2, out=out)
-    return out + 1
-
-
-def write_by_an_inplace_flag(x: torch.Tensor, out: torch.Tensor) -> Any:
-    return F.relu(x, inplace=True)
-
-
-def write_running_statistics(x: torch.Tensor, out: torch.Tensor) -> Any:
-    return F.batch_norm(x, out[0], out[1], training=True)
-
-
-def write_nothing(x: torch.Tensor, out: torch.Tensor) -> Any:
-    return F.batch_norm(x, out[0], out[1].abs(), training=False) + x.contiguous() + x.view(-1)[0]
-
-
-def write_a_copy(x: torch.Tensor, out: torch.Tensor) -> Any:
+def to_a_copy(x: torch.Tensor, out: torch.Tensor) -> Any:
     y = x.clone()
     y.add_(out)
     return y
 
 
-WRITES = [
-    (write_in_place, ["x"]),
-    (write_through_a_view, ["x"]),
-    (write_an_item, ["x"]),
-    (write_behind_a_mask, ["x"]),
-    (write_an_out_argument, ["out"]),
-    (write_by_an_inplace_flag, ["x"]),
-    (write_running_statistics, ["out"]),
-    (write_nothing, []),
-    (write_a_copy, []),
-]
+WRITES: dict[str, tuple[Callable[..., Any], list[str]]] = {
+    "in place": (lambda x, out: x.add_(1), ["x"]),
+    "through a view": (through_a_view, ["x"]),
+    "an item": (an_item, ["x"]),
+    "behind a mask": (behind_a_mask, ["x"]),
+    "an out argument": (lambda x, out: torch.mul(x, 2, out=out) + 1, ["out"]),
+    "by an inplace flag": (lambda x, out: F.relu(x, inplace=True), ["x"]),
+    "running statistics": (lambda x, out: F.batch_norm(x, out[0], out[1], training=True), ["out"]),
+    "nothing": (lambda x, out: F.batch_norm(x, out[0], out[1].abs()) + x.contiguous() + x.view(-1)[0], []),
+    "a copy": (to_a_copy, []),
+}
 
 
-@pytest.mark.parametrize(("function", "written"), WRITES)
+@pytest.mark.parametrize(("function", "written"), WRITES.values(), ids=WRITES)
 def test_what_is_written_is_known(dynamo_split: Split, function: Callable[..., Any], written: list[str]) -> None:
     split = dynamo_split(function, torch.randn(3, 3), torch.rand(3, 3))
     (region,) = split.regions

@@ -15,7 +15,7 @@ import torch
 from hypothesis import strategies as st
 
 from graphpass import Batch, CudagraphDispatcher
-from graphpass.text import Drafter, Generation, GenerationStats, PagedAttention, PagedKVCache, PagedLayer, Request
+from graphpass.text import Generation, GenerationStats, PagedAttention, PagedKVCache, PagedLayer, Request
 from graphpass.text.generation import complete, requests_of
 
 VOCABULARY, MAX_LENGTH = 97, 48
@@ -177,14 +177,13 @@ def check_arrivals(
     requests: Iterable[tuple[list[int], int]],
     gaps: Sequence[int],
     cancelled: Collection[int],
-    drafter: Drafter | None = None,
-    run_ahead: bool | None = None,
+    run_ahead: bool,
 ) -> GenerationStats:
     """Each request gets its own text, or the beginning of it if it is cancelled; returns the counts."""
     made = {Request.of(str(index), prompt, count): (prompt, count) for index, (prompt, count) in enumerate(requests)}
     found: dict[Request, list[int]] = {request: [] for request in made}
     ended: list[Request] = []
-    with Generation(model, run_ahead=run_ahead, drafter=drafter) as generation:
+    with Generation(model, run_ahead=run_ahead) as generation:
         for index, request in enumerate(made):
             generation.add(request)
             for _ in range(gaps[index]):

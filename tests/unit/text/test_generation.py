@@ -12,8 +12,6 @@ from graphpass.errors import OptionError, OutOfPagesError, ShapeError
 from graphpass.text import Generation, Request
 from tests.unit.text.known_model import (
     ARRIVALS,
-    REQUESTS,
-    TOKENS,
     check_arrivals,
     continued,
     finish,
@@ -25,16 +23,6 @@ from tests.unit.text.known_model import (
 
 MODELS = models(st.just(0))
 AHEAD = pytest.mark.parametrize("run_ahead", [False, True], ids=["in-turn", "ahead"])
-
-
-@given(model=MODELS, requests=REQUESTS, eos=st.lists(TOKENS, max_size=10), run_ahead=st.booleans())
-def test_texts_are_those_of_each_request_alone(
-    model: Any, requests: list[tuple[list[int], int]], eos: list[int], run_ahead: bool
-) -> None:
-    prompts, counts = [prompt for prompt, _ in requests], [count for _, count in requests]
-    found = generate(model, prompts, max_new_tokens=counts, eos_token_id=eos, run_ahead=run_ahead)
-    assert found == [continued(prompt, count, eos) for prompt, count in requests]
-    assert model.all_pages_are_free
 
 
 @given(model=MODELS, run_ahead=st.booleans(), **ARRIVALS)

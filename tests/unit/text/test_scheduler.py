@@ -36,13 +36,13 @@ class CheckedPages:
         self.free_pages = sorted([*self.free_pages, *pages])
 
 
-def make_scheduler(num_pages: int = 16, *, reqs: int = 3, tokens: int = 8, length: int = 24) -> Scheduler:
+def make_scheduler(num_pages: int = 16, *, reqs: int = 3, tokens: int = 8) -> Scheduler:
     return Scheduler(
         CheckedPages(num_pages),
         page_size=PAGE_SIZE,
         max_num_reqs=reqs,
         max_num_tokens=tokens,
-        max_seq_len=length,
+        max_seq_len=24,
         vocab_size=VOCABULARY,
     )
 
