@@ -16,7 +16,7 @@ from graphpass.text.scheduler import Ints
 from tests.e2e.engines import Engines, engines_made
 from tests.e2e.greedy import Reference, References
 from tests.e2e.small_decoders import VOCABULARY
-from tests.e2e.test_generate import MAX_LENGTH, MODES, SIZES, all_pages_are_free, make_model, make_prompts
+from tests.e2e.test_generate import MAX_LENGTH, MODES, SIZES, all_pages_are_free, make_model, make_prompts, named
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 LADDER: dict[str, Any] = {"capture_sizes": [8, 32], "seq_len_buckets": [32]}
@@ -61,16 +61,13 @@ def run(manager: CudaGraphManager, drafter: Drafter | None, gaps: int = 0) -> tu
 
 
 class Case(NamedTuple):
-    """One way to generate; ``str(case)`` is the test's name."""
+    """One way to generate."""
 
     model: str
     mode: str
     draft_tokens: int
     compiler: str = "eager"
     device: str = "cpu"
-
-    def __str__(self) -> str:
-        return "-".join(map(str, self))
 
 
 CASES = [
@@ -102,7 +99,7 @@ CUDA_CASES = [
         *(pytest.param(case, marks=pytest.mark.soak) for case in ALL_CASES),
         *(pytest.param(case, marks=pytest.mark.cuda) for case in CUDA_CASES),
     ],
-    ids=str,
+    ids=named,
 )
 def test_tokens_with_drafts_are_those_of_greedy_decoding(case: Case, engines: Engines, references: References) -> None:
     """Whoever guesses; all pages come back, and every step that has a key replayed."""
