@@ -154,6 +154,36 @@ def var(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim:
     return found if found is NotImplemented else found[0]
 
 
+def bags_of_rows(
+    table: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    by_count: bool = False,
+    mode: int = 0,
+    is_sparse: bool = False,
+    weights: Tensor | None = None,
+    has_end: bool = False,
+    skipped: int = -1,
+) -> tuple[Tensor | None, ...]:
+    """Bags of equal lengths, one behind the other: the rows that each names, added or averaged, or the greatest."""
+    shape = offsets.shape[0], ids.shape[0] // offsets.shape[0]
+    ids, wide = ids.view(shape), _wide(table.dtype) if mode == 1 else table.dtype
+    rows = F.embedding(ids, table)
+    rows = rows if weights is None else rows * weights.view(shape).unsqueeze(-1)
+    counts = ids != skipped
+    if skipped >= 0:
+        rows = rows.masked_fill(~counts.unsqueeze(-1), -math.inf if mode == 2 else 0)  # guard: made_bags
+    if mode == 2:
+        found = rows.amax(1)
+        found = found if skipped < 0 else torch.where(counts.any(1, keepdim=True), found, 0)
+    elif mode == 1 and skipped < 0:
+        found = _averaged(rows, [1], table.dtype, keepdim=False)
+    else:
+        found = rows.sum(1, dtype=wide)
+        found = found / counts.sum(1, keepdim=True).clamp(min=1) if mode == 1 else found
+    return found.to(table.dtype), None, None, None
+
+
 def average_pool(
     pool: Callable[..., Tensor],
     num_dims: int,

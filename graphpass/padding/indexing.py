@@ -23,14 +23,12 @@ from graphpass.padding.opcall import (
 from graphpass.padding.pointwise import cast, copied, dropout, entry_by_entry, filled, random_numbers, zeroed
 from graphpass.padding.sizes import as_size, product
 from graphpass.padding.values import (
-    ALL_FINITE,
     Approximate,
     Factors,
     PaddedValue,
     Place,
     Size,
     is_finite,
-    is_zero,
 )
 
 BAGS = ("_embedding_bag", "_embedding_bag_forward_only")
@@ -133,32 +131,10 @@ def _along_dim(call: OpCall, value: PaddedValue, index: PaddedValue, **others: A
 
 
 def embedding_bag(call: OpCall) -> Returned:
-    """Sums of the rows of a table that each bag names; ids in padding must not count.
-
-    ``program`` records a bag for each row of two-dimensional ids without offsets. Offsets must not be padded: each bag
-    ends where the next one begins, so they would have to say where the real ids end.
-    """
-    call.unpadded_weights("weight")
-    ids, offsets, weights = call.tensor("indices"), call.argument("offsets"), call.argument("per_sample_weights")
-    rows = call.fresh(call.shapes[0]).factors[0]
-    if isinstance(offsets, PaddedValue):
-        call.unpadded(offsets, [0], "ends bags by", ROW_FOR_EACH_BAG)  # guard: proof_padded_offsets
-        if call.places(ids) and (
-            call.argument("include_last_offset") or not call.sizes.is_prefix(ids.factors[0])  # guard: proof_bags_inside
-        ):
-            raise call.refuse_place(ids, call.places(ids)[-1], "ends bags inside", ROW_FOR_EACH_BAG)
-    else:
-        rows = ids.factors[0]
-    if isinstance(weights, PaddedValue):
-        call.unify_into(ids.factors, weights)
-    for place in call.places(ids, [ids.rank - 1]):
-        skips = type(ids.pad_at(place)) is int and ids.pad_at(place) == call.argument("padding_idx")
-        if not skips and not (isinstance(weights, PaddedValue) and is_zero(weights.pad_at(place))):
-            raise call.refuse_place(ids, place, "fills bags with", ROW_FOR_EACH_BAG)  # guard: proof_ids_in_bags
-        call.assumptions.update([] if skips else [ALL_FINITE])
-    reason = PaddingReason("the outputs for its backward are not followed")
-    result = PaddedValue((rows, *call.fresh(call.shapes[0]).factors[1:]))
-    return (result, *call.sides(lambda shape: call.reached(call.fresh(shape), reason)))
+    """Sums of the rows of a table that each bag names, where bags are no rows: each ends where the next one begins."""
+    for value in tensors_of(call.arguments.values()):
+        call.unpadded(value, range(value.rank), "ends bags by", ROW_FOR_EACH_BAG)  # guard: proof_padded_offsets
+    return call.each(call.fresh)
 
 
 def gather(call: OpCall) -> PaddedValue:
@@ -376,7 +352,7 @@ def _exists(pad: object, of_dim: Factors) -> bool:
 
 def index_operands(call: OpCall) -> Iterator[tuple[ArgumentPath, PaddedValue, Factors]]:
     """Each index tensor of an operator: its argument, what it is, and the factors of the dimension that it indexes."""
-    if call.name == "embedding" or call.name in BAGS:
+    if call.name == "embedding":
         yield ("indices",), call.tensor("indices"), call.tensor("weight").factors[0]
     elif call.name in _BY_POSITION:
         value = call.tensor("self")

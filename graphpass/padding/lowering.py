@@ -14,7 +14,7 @@ from torch import fx
 
 from graphpass.compat import operators, symbolic
 from graphpass.padding.combining import greatest, lowest
-from graphpass.padding.indexing import BAGS, WRITES
+from graphpass.padding.indexing import WRITES
 from graphpass.padding.making import Made, base_name
 from graphpass.padding.neutral import INDEX, KEYS, NEUTRAL, REAL_INDEX, REAL_ORDER, REAL_SIZE
 from graphpass.padding.program import GETITEM, RESULTS, AtenGraph, AtenNode, Ref, references
@@ -258,9 +258,6 @@ class _Writer:
                 args.append(value)
             elif value is not None and value != argument.default_value:
                 kwargs[argument.name] = value
-        if base_name(node.op) in BAGS and arguments["offsets"] is None:  # guard: made_bags_of_rows
-            args[1], args[6] = (one and self.call(aten.view.default, one, [-1]) for one in (args[1], args[6]))
-            args[2] = self._before.args[2]
         if op is self._before.target is _EFFICIENT and args[3] not in self._before.args:  # guard: made_bias_is_aligned
             args[3] = self._aligned(args[3])
         if longer:

@@ -20,7 +20,7 @@ from torch import fx
 
 from graphpass.compat import operators, symbolic, trees
 from graphpass.compat.nnmodules import where_of
-from graphpass.padding.fused import PARTS, REPAIRED
+from graphpass.padding.fused import PARTS, REPAIRED, bags_of_rows
 from graphpass.padding.indexing import BAGS, checks_numbers
 from graphpass.padding.sizes import as_size, is_zero_size, product, quotient
 from graphpass.padding.table import rule_for
@@ -122,7 +122,7 @@ class _Reader:
     ) -> None:
         self._module, self._decompositions = graph_module, decompositions or {}
         self._composed = PARTS if decompositions is None else {**PARTS, **REPAIRED}
-        always = (_cut_padding, _comparison, _bags_of_rows)
+        always = (_cut_padding, _comparison)
         self._patterns = (_softmax, *always) if decompositions is None else always
         self.recorded: dict[int, fx.Node] = {}
         self._at: dict[fx.Node, Any] = {}
@@ -188,11 +188,25 @@ class _Reader:
     def _decomposed(self, node: fx.Node) -> Ref | None:
         """The result of an operator of the graph recorded as the operators that it consists of; None if it is not."""
         function = self._parts_of(node.target) if isinstance(node.target, operators.OpOverload) else None
+        function = bags_of_rows if self._has_bags_of_rows(node) else function
         if function is None:
             return None
         self._taped.update({id(one.meta.get("val")): self._at[one] for one in node.all_input_nodes})
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.meta.get("val"))
         return self._of_parts(function, args, kwargs, node.meta.get("val"), where_of(node.meta.get("stack_trace")))
+
+    def _has_bags_of_rows(self, node: fx.Node) -> bool:
+        """Whether bags begin at 0, L, 2 * L, ... of their ids, so that each is a row of [bags, L]."""
+        if not isinstance(node.target, operators.OpOverload) or node.target.name().removeprefix("aten::") not in BAGS:
+            return False
+        arguments = dict(self._of_operator(node.target, node.args, node.kwargs, None, "").arguments)
+        counted = self.arguments_of(arguments["offsets"], "aten::arange.start_step")
+        counted = counted or self.arguments_of(arguments["offsets"], "prims::iota")
+        ids, offsets = (self.shape_at(arguments[name]) for name in ("indices", "offsets"))
+        if not counted or counted["start"] != 0 or arguments["include_last_offset"] or not ids or not offsets:
+            return False
+        step = quotient(product(ids.sizes), offsets.sizes[0])
+        return step == self.number(counted["step"]) and all(user.args[1:] == (0,) for user in node.users)
 
     def _parts_of(self, op: operators.OpOverload) -> Callable[..., Any] | None:
         """What an operator consists of; None if it stays whole."""
@@ -547,26 +561,6 @@ def _comparison(node: AtenNode, earlier: _Reader) -> tuple[AtenNode, ...]:
     )
     compared = (("self", difference["self"]), ("other", earlier.next))
     return raised, replace(node, op=node.op.replace("Scalar", "Tensor"), arguments=compared)
-
-
-def _bags_of_rows(node: AtenNode, earlier: _Reader) -> tuple[AtenNode, ...]:
-    """Offsets 0, L, 2 * L, ... into ids of [bags, L] make each row a bag: the ids are those rows, without offsets."""
-    if node.op.removeprefix("aten::") not in BAGS:
-        return ()
-    arguments = dict(node.arguments)
-    counted = earlier.arguments_of(arguments["offsets"], "aten::arange.start_step")
-    counted = counted or earlier.arguments_of(arguments["offsets"], "prims::iota")
-    flat = [arguments[name] for name in ("indices", "per_sample_weights")]
-    rows = [earlier.arguments_of(value, "aten::view").get("self") for value in flat if value is not None]
-    shapes = [earlier.shape_at(value) for value in rows]
-    if not counted or arguments["include_last_offset"] or None in shapes or counted["start"] != 0:
-        return ()
-    step = earlier.number(counted["step"])
-    end = product((earlier.number(counted["length"]), step)) if "length" in counted else earlier.number(counted["end"])
-    if any(len(s.sizes) != 2 or s.sizes[1] != step or product(s.sizes) != end for s in shapes if s is not None):
-        return ()
-    given = dict(zip(("indices", "per_sample_weights"), rows, strict=False))
-    return (replace(node, arguments=tuple({**arguments, **given, "offsets": None}.items())),)
 
 
 _COMPARISONS = frozenset(f"aten::{name}.Scalar" for name in ("eq", "ne", "lt", "le", "gt", "ge"))

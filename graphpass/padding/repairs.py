@@ -11,11 +11,11 @@ import torch
 
 from graphpass.compat import operators
 from graphpass.padding import moving
-from graphpass.padding.indexing import BAGS, WRITES, index_operands, is_whole, new_places, stays_real
+from graphpass.padding.indexing import WRITES, index_operands, is_whole, new_places, stays_real
 from graphpass.padding.making import Operands, Repair, base_name, is_computed, need
 from graphpass.padding.neutral import KEYS
 from graphpass.padding.opcall import words
-from graphpass.padding.program import RESULTS, Ref
+from graphpass.padding.program import Ref
 from graphpass.padding.sizes import product
 from graphpass.padding.values import PaddedValue, TensorShape
 
@@ -157,28 +157,6 @@ def _attention(operands: Operands) -> Ref:
     return making.added(node)
 
 
-def _bags(operands: Operands) -> Ref:
-    """A bag for each row of ids: the rows of the table that they name, summed or averaged or the greatest of them."""
-    call, making, table, ids = (operands.call, operands.making, *map(operands.ref, ("weight", "indices")))
-    named, skipped = call.tensor("indices"), call.argument("padding_idx", default=-1)
-    is_plain = call.argument("offsets") is None and call.argument("per_sample_weights") is None and skipped == -1
-    need(is_plain and named.rank == 2)  # guard: made_bags
-    shape, mode = call.shapes[0], call.argument("mode")
-    sizes = (*making.shape_of(ids).sizes, shape.sizes[1])
-    rows = making.emit("aten::embedding", replace(shape, sizes=sizes), weight=table, indices=ids, padding_idx=-1)
-    made = making.filled(rows, making.places(rows, [1]), -math.inf if mode == 2 else 0)
-    wide = replace(shape, dtype=torch.float32 if shape.dtype.itemsize < 4 else shape.dtype) if mode == 1 else shape
-    op = "aten::amax" if mode == 2 else "aten::sum.dim_IntList"
-    made = making.emit(op, wide, self=made, dim=(1,), keepdim=False, **({} if mode == 2 else {"dtype": wide.dtype}))
-    if mode == 1:
-        number = making.real(sizes[1], TensorShape((), wide.dtype))
-        made = making.emit("aten::div.Tensor", wide, self=made, other=number)
-    results = operands.node.result
-    assert isinstance(results, tuple), "the operator has several results"
-    refs = (making.cast(made, shape.dtype), *(None for _ in results[1:]))
-    return making.emit(RESULTS, results, results=refs)
-
-
 _WITH_MASK: Mapping[str, tuple[str, str, bool]] = {
     "_scaled_dot_product_flash_attention_for_cpu": (
         "aten::_scaled_dot_product_flash_attention_for_cpu",
@@ -194,7 +172,6 @@ _WITH_MASK: Mapping[str, tuple[str, str, bool]] = {
 _ON_CUDA = _WITH_MASK.keys() - {"_scaled_dot_product_flash_attention_for_cpu"}
 
 _REWRITES: Mapping[str, Repair] = {
-    **dict.fromkeys(BAGS, _bags),
     **dict.fromkeys(words("sort topk"), moving.ordered),
     **dict.fromkeys(words("slice_scatter select_scatter"), moving.replaced_part),
     "select": moving.selected,

@@ -33,8 +33,8 @@ flex = pytest.mark.filterwarnings("ignore:flex_attention called without torch.co
 
 PADDED: dict[str, tuple[Callable[..., Any], Callable[..., tuple[torch.Tensor, ...]], dict[str, Any]]] = {
     "bags beside padding that is made": (
-        lambda ids: (F.embedding_bag(ids, TABLE, padding_idx=0), ids.float().softmax(1)),
-        lambda n: (torch.randint(1, 50, (n, 2 * n)),),
+        lambda ids: (F.embedding_bag(ids.expand(3, -1), TABLE, padding_idx=0), ids.float().softmax(0)),
+        lambda n: (torch.randint(1, 50, (2 * n,)),),
         {"padding": {"ids": 0}, "compiler": "aot_eager"},
     ),
     "a product in another dtype": (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,8 +21,14 @@ def updated(x: Tensor, p: Tensor, mean: Tensor, var: Tensor) -> list[Tensor]:
     return [results[0], results[4], results[5]]
 
 
-def bagged(mode: str) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda ids, table: F.embedding_bag(ids, table, mode=mode)
+def bagged(mode: str, **how: int) -> Case:
+    def in_bags(ids: Tensor, table: Tensor) -> Tensor:
+        return F.embedding_bag(ids % 3, table, mode=mode, **how)
+
+    return Case(f"{mode} of bags {how or ''}".strip(), in_bags, proved=("b",))
+
+
+BAGGED = [bagged(mode, **how) for mode in ("sum", "mean", "max") for how in ({}, {"padding_idx": 1})]
 
 
 AVERAGED: dict[str, list[Case]] = {
@@ -64,12 +68,6 @@ AVERAGED: dict[str, list[Case]] = {
     ],
     "_native_batch_norm_legit_functional": [Case("batch norm in training", batch_norm_in_training)],
     "_batch_norm_with_update_functional": [Case("batch norm with update", updated)],
-    "_embedding_bag_forward_only": [
-        Case(f"{mode} of bags", bagged(mode), proved=("b",)) for mode in ("sum", "mean", "max")
-    ],
-    "_embedding_bag": [
-        Case("bags with a padding_idx", lambda ids, table: F.embedding_bag(ids, table, padding_idx=0), ("b",), ("b",)),
-    ],
     "avg_pool2d": [
         Case("mean pool of what is there", lambda x: pooled(x, count_include_pad=False), proved=("b",)),
         Case("mean pool to the end", lambda x: F.avg_pool1d(x.mT, 3, 2, ceil_mode=True), proved=("b",)),

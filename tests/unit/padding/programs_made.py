@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphpass.padding.opcall import words
-from tests.unit.padding.programs_averaged import AVERAGED, WINDOWS
+from tests.unit.padding.programs_averaged import AVERAGED, BAGGED, WINDOWS
 from tests.unit.padding.programs_fused import FUSED, MULTIPLES
 from tests.unit.padding.programs_moved import MOVED, Case, Contents, all_are, counted, special
 
@@ -51,7 +51,11 @@ IN_PARTS = words(
 # One row for each entry of _OPERANDS, along the length and where batch and length are merged.
 
 OPERANDS: dict[str, list[Case]] = {
-    "sum": [Case("sum", lambda x: x.sum(1), proved=("b",)), Case("sum merged", lambda x: x.flatten(0, 1).sum(0))],
+    "sum": [
+        Case("sum", lambda x: x.sum(1), proved=("b",)),
+        Case("sum merged", lambda x: x.flatten(0, 1).sum(0)),
+        *BAGGED,
+    ],
     "nansum": [
         Case("nansum", lambda x: x.nansum(1), proved=("b",), contents={"x": special}),
         Case("nansum merged", lambda x: x.flatten(0, 1).nansum(0)),

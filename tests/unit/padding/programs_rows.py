@@ -73,7 +73,7 @@ ROWS = [
     ),
     P(
         "bags of flattened rows",
-        "b+ s-",
+        "b~ s-",
         lambda ids0, table: F.embedding_bag(ids0.flatten(), table, torch.tensor([0, 7]), mode="sum", padding_idx=0),
     ),
     P("a layer of an LSTM, backwards", "b+ s-", lambda f: lstm(f, reverse=True)[0]),
