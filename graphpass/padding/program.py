@@ -416,7 +416,7 @@ def _where_positive(size: sympy.Basic, symbols: frozenset[sympy.Symbol]) -> Size
     positive = {symbol: sympy.Dummy(positive=True, integer=True) for symbol in symbols}
     known = size.xreplace(positive).replace(_is_rounded, _unrounded)
     known = known.replace(_is_sum, _in_steps).replace(_is_quotient, _whole)
-    return as_size(known.xreplace({dummy: symbol for symbol, dummy in positive.items()}))
+    return as_size(sympy.sympify(known).xreplace({dummy: symbol for symbol, dummy in positive.items()}))
 
 
 def size_of(value: Any) -> Size | None:
