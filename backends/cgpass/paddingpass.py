@@ -106,7 +106,7 @@ class RegionPadding:
         found = made(decomposed, asked, recorded)
         if found is None:
             return graph
-        filled = fills(graph, found, lambda more: Asked(fields, self._inputs_of(graph, more), True), self._free)
+        filled = fills(graph, found.fields, lambda more: Asked(fields, self._inputs_of(graph, more), True), self._free)
         if filled:  # guard: made_fills
             return replace(graph, fills=tuple(filled.items()))
         copy, copies = _copied(aten.graph)

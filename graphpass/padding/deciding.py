@@ -12,15 +12,12 @@ from torch import fx
 from graphpass.compat import operators
 from graphpass.ledger import PaddingFinding, Verdict
 from graphpass.padding.interpreter import Interpretation, Walk
-from graphpass.padding.making import Made, Making, base_name
-from graphpass.padding.neutral import NEUTRAL
-from graphpass.padding.opcall import MOVES
-from graphpass.padding.pointwise import ZERO_PADDING, cast, entry_by_entry
+from graphpass.padding.making import Made, Making
+from graphpass.padding.pointwise import ZERO_PADDING
 from graphpass.padding.program import AtenGraph, references
 from graphpass.padding.proof import InputsOf, decided, findings_of_results
 from graphpass.padding.repairs import repairs_of
 from graphpass.padding.sizes import Sizes
-from graphpass.padding.table import rule_for
 from graphpass.padding.values import TensorShape
 
 
@@ -93,25 +90,25 @@ def made(graph: AtenGraph, asked: Asked, recorded: Mapping[int, fx.Node]) -> Mad
     return accepted[0].result(tuple(fields)) if fields and accepted[0].insertions and helps else None
 
 
-_MOST_FILLED = 3
+_MOST_FILLED = 6
 """The most inputs for which fills are tried: each costs a walk."""
 
 
 def fills(
     graph: AtenGraph,
-    repaired: Made,
+    fields: Collection[str],
     asked: Callable[[Mapping[int, int | bool]], Asked],
     can_fill: Collection[int],
 ) -> Mapping[int, int | bool]:
     """What the padding of inputs gets so that a graph needs no repairs; nothing if no such fills are found.
 
-    A fill costs nothing: the buffer of an input is filled anyway. Tried are masks that a repair reads through
-    operators that move entries or take each by itself, one by one and then together. Padding of floats repeats real
-    entries, which may be infinite, and zero times infinity is NaN: beside such inputs repairs are better.
+    A fill costs nothing: the buffer of an input is filled anyway. Tried are the padded inputs, one by one and then
+    together. Padding of floats repeats real entries, which may be infinite, and zero times infinity is NaN: beside such
+    inputs repairs are better.
 
     Args:
         graph: the graph as it is.
-        repaired: the graph with repairs.
+        fields: the key fields that can be padded with repairs.
         asked: the question, with what the padding of some inputs holds.
         can_fill: positions of the inputs whose padding is not yet decided.
     """
@@ -119,9 +116,7 @@ def fills(
     free = {at: graph.inputs[at] for at in can_fill}
     padded = {at: s.dtype for at, s in free.items() if isinstance(s, TensorShape) and any(map(sizes.padded, s.sizes))}
     tried: dict[int, list[int | bool]] = {
-        position: [False, True] if padded[position] is torch.bool else [0]
-        for position in _read_by_repairs(repaired.graph)
-        if position in padded
+        position: [False, True] if padded[position] is torch.bool else [0] for position in sorted(padded)
     }
     # guard: made_fills_beside_floats
     if len(tried) > _MOST_FILLED or any(dtype.is_floating_point for dtype in padded.values()):
@@ -129,22 +124,6 @@ def fills(
     alone = [{position: fill} for position, numbers in tried.items() for fill in numbers]
     together = [{position: numbers[0] for position, numbers in tried.items()}] if len(tried) > 1 else []
     for one in (*alone, *together):
-        if asked(one).is_proved(graph, repaired.fields):
+        if asked(one).is_proved(graph, fields):
             return one
     return {}
-
-
-def _read_by_repairs(graph: AtenGraph) -> list[int]:
-    """The inputs that selections read."""
-    first, seen = len(graph.inputs), set[int]()
-    left = [at for at, node in enumerate(graph.nodes, first) if node.op == NEUTRAL]
-    while left:
-        at = left.pop()
-        node = graph.nodes[at - first] if at >= first else None
-        moves = node and (
-            node.op == NEUTRAL or base_name(node.op) in MOVES or rule_for(node.op) in (entry_by_entry, cast)
-        )
-        if node and moves and at not in seen:
-            left += references(node.arguments)
-        seen.add(at)
-    return sorted(at for at in seen if at < first)

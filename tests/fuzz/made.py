@@ -70,7 +70,7 @@ class MadeGraph:
         if fills_inputs:
             placeholders = enumerate(module.graph.find_nodes(op="placeholder"))
             integers = {at for at, node in placeholders if not node.meta["val"].is_floating_point()}
-            self.fills = dict(fills(record, found, asked, integers))
+            self.fills = dict(fills(record, found.fields, asked, integers))
         if self.fills:
             self.fields, self.insertions = list(found.fields), found.graph.insertions
             shapes: list[Any] = [record.inputs[position] for position in self.fills]
