@@ -292,10 +292,29 @@ def exchanged(tower: toy.ToyTower) -> None:
     tower.blocks[1] = toy.Block()
 
 
-@pytest.mark.parametrize("change", [replaced, moved, exchanged])
-def test_weights_of_now_are_used(change: Callable[[toy.ToyTower], None], caplog: pytest.LogCaptureFixture) -> None:
+def transposed(tower: toy.ToyTower) -> None:
+    """Another layout at the old address."""
+    square = next(weight for weight in tower.parameters() if weight.shape == (toy.WIDTH, toy.WIDTH))
+    square.data = square.data.t()
+
+
+class Within:
+    """An encoder that hands everything on to another one."""
+
+    def __init__(self, encoder: toy.ToyEncoder) -> None:
+        self.encoder = encoder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.encoder, name)
+
+
+@pytest.mark.parametrize("is_within", [False, True], ids=["plain", "within another"])
+@pytest.mark.parametrize("change", [replaced, moved, exchanged, transposed])
+def test_weights_of_now_are_used(
+    change: Callable[[toy.ToyTower], None], is_within: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     encoder = toy.ToyEncoder()
-    manager = made(encoder)
+    manager = made(Within(encoder) if is_within else encoder)  # type: ignore[arg-type]
     items = toy.images(MIXED)
     before = manager.execute(items)
     change(encoder.tower)

@@ -11,29 +11,9 @@ import torch
 
 from graphpass.encoder.protocol import EncoderItems, EncoderOutput
 from tests.unit.encoder import toy
-from tests.unit.encoder.test_manager import exchanged, moved, replaced
+from tests.unit.encoder.test_manager import replaced
 from tests.unit.encoder.toy import MIXED, assert_right, assert_same, made
 from tests.unit.serving.ambient import AMBIENT_CHANGES, autocast
-
-
-class Within:
-    """An encoder that hands everything on to another one."""
-
-    def __init__(self, encoder: toy.ToyEncoder) -> None:
-        self.encoder = encoder
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.encoder, name)
-
-
-@pytest.mark.parametrize("change", [replaced, moved, exchanged])
-def test_weights_of_an_encoder_within_another_are_noticed(change: Callable[[toy.ToyTower], None]) -> None:
-    encoder = toy.ToyEncoder()
-    manager = made(Within(encoder))  # type: ignore[arg-type]
-    items = toy.images(MIXED)
-    manager.execute(items)
-    change(encoder.tower)
-    assert_same(manager.execute(items), toy.one_by_one(encoder, items))
 
 
 @pytest.mark.parametrize("method", ["prepare_encoder_cudagraph_replay_buffers", "encoder_eager_forward"])
@@ -104,14 +84,6 @@ def test_eager_calls_that_find_no_memory_cost_no_graph(caplog: pytest.LogCapture
     items = toy.images([40, 60])
     assert_same(manager.execute(items), toy.one_by_one(toy.ToyEncoder(encoder.tower), items))
     assert manager.get_cumulative_stats().misses == 0
-
-
-def test_another_layout_at_the_old_address_is_noticed() -> None:
-    encoder = toy.ToyEncoder()
-    manager, items = made(encoder), toy.images(MIXED)
-    square = next(weight for weight in encoder.tower.parameters() if weight.shape == (toy.WIDTH, toy.WIDTH))
-    square.data = square.data.t()
-    assert_same(manager.execute(items), toy.one_by_one(encoder, items))
 
 
 # Settings that change after the capture: autocast, training, defaults, autograd and inference mode.
