@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from graphpass.compat import dynamo
 from graphpass.errors import ShapeError
 from tests.unit.graphed.oracle import graphed, replays
 from tests.unit.models import linear, module
+from tests.unit.serving.ambient import default_dtype
 
 
 class Kind(enum.Enum):
@@ -113,21 +114,11 @@ def test_a_change_is_seen(change: str, declared: bool) -> None:
     assert replays(fast) > before
 
 
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 @pytest.mark.parametrize(
     "ambient",
     [
         lambda: torch.autocast("cpu", torch.bfloat16),
-        lambda: default_dtype(torch.float64),
+        lambda: default_dtype(nn.Identity()),
         torch.inference_mode,
         torch.enable_grad,
     ],
