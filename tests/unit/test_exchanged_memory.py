@@ -166,6 +166,7 @@ def write(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("function", "by_name", "exchanges"),
     [(give, "", True), (torch.Tensor.set_, "", True), (write, "", False), (write, "aten::copy_", True)],
+    ids=["given", "set", "written", "by name"],
 )
 def test_an_exchange_is_known_by_what_happens_or_by_its_name(
     function: Callable[..., Any], by_name: str, exchanges: bool, monkeypatch: pytest.MonkeyPatch
