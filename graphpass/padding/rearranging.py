@@ -54,7 +54,7 @@ def _free_behind(call: OpCall, value: PaddedValue, sizes: Sequence[Size]) -> lis
     walk, dims = Regrouping(call.sizes, value.factors), list[Any]()
     for at, size in enumerate(sizes):
         rest = (*walk.left, *sizes[at:])  # a view keeps the number of entries
-        if not (walk.is_guessed or call.sizes.any_padded(rest)):  # guard: proof_view_behind_padding
+        if not call.sizes.any_padded(rest):  # guard: proof_view_behind_padding
             return [*dims, *call.sizes.one_each(sizes[at:])]
         dims.append(walk.take(size))
         if dims[-1] is None:

@@ -169,7 +169,6 @@ class Regrouping:
         self._sizes = sizes
         #: The factors that no dimension of the view has yet; unpadded ones are merged.
         self.left = deque(sizes.merged([size for of_dim in factors for size in of_dim]))
-        self.is_guessed = False  #: whether two sizes count as equal if the view uses up all others
 
     def take(self, size: Size) -> Factors | None:
         """The factors of the view's next dimension; None if one of this size would cut through a padded factor."""
@@ -185,23 +184,12 @@ class Regrouping:
                 size = rest
                 continue
             inner = quotient(factor, size)
-            if inner is None and (padded(factor) or not self._is_only_unlike(size, factor)):
+            if inner is None:
                 return None
             # guard: proof_split_size
             if padded(factor) and not (self._sizes.real_first and padded(size) and not padded(inner)):
                 return None
             self.left.popleft()
-            if inner is not None:
-                self.left = deque(self._sizes.merged([inner, *self.left]))
+            self.left = deque(self._sizes.merged([inner, *self.left]))
             return (*of_dim, size)
         return tuple(of_dim)
-
-    def _is_only_unlike(self, size: Size, factor: Size) -> bool:
-        """Whether these unpadded sizes are the one pair of a view that is written in two ways.
-
-        A view keeps the number of entries, so they are equal if all other sizes of the view are used up by factors.
-        """
-        if self.is_guessed or self._sizes.padded(size) or (isinstance(size, int) and isinstance(factor, int)):
-            return False
-        self.is_guessed = True
-        return True

@@ -94,9 +94,6 @@ def test_without_order_only_equal_factors_meet() -> None:
         (((s,), (3,)), (3, s), None),
         (((s, s),), (s, s), [(s,), (s,)]),
         (((w,), (b,)), (w * b,), [(w, b)]),
-        (((w // 2 + 1,), (b,), (4,)), (w, b, 4), [(w,), (b,), (4,)]),
-        (((w // 2 + 1,), (b,), (4,)), (w, b * 4), [(w,), (b, 4)]),
-        (((w // 2 + 1,), (b,), (4,)), (w, b, w), None),
     ],
 )
 def test_a_view_regroups_factors_or_is_refused(
