@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import sympy
+import torch
 
 from graphpass.padding.opcall import OpCall, PaddingReason, Returned
 from graphpass.padding.values import (
@@ -129,9 +130,7 @@ def _of_pads(call: OpCall, pads: Mapping[str, Pad | None], padded: Sequence[str]
     if not extremes and all(pad is None for pad in pads.values()):
         return None
     found = _evaluated(call, pads)
-    if is_number(found) and any(
-        pad is None and call.tensor(n).known_dtype.is_floating_point for n, pad in pads.items()
-    ):
+    if is_number(found) and any(pad is None and call.tensor(n).dtype is not torch.bool for n, pad in pads.items()):
         call.assumptions.add(ALL_FINITE)
     found = cast_pad(blurred(*pads.values()), call.shape.dtype) if found is None else found
     if is_extreme(found) or is_number(found):

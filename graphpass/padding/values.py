@@ -252,7 +252,7 @@ class Entry(NamedTuple):
         if self.pad is None and self.dtype is torch.bool:
             return False, True  # guard: proof_either_truth
         kind = unknown if self.pad is None else self.pad
-        return (1, 2) if kind is None and not self.dtype.is_floating_point else _NUMBERS[kind]
+        return (0, 1, 2) if kind is None and not self.dtype.is_floating_point else _NUMBERS[kind]
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,6 +119,7 @@ MASKED = [
     P("any without a mask", "b+ s-", lambda g: (g > 1.5).any(1)),
     P("masked norm", "b+ s+", lambda x, fm: (x * fm[..., None]).norm(dim=1)),
     P("count of what is visible", "b+ s+", lambda am: am.sum(1)),
+    P("zeros over a count of zero", "b- s+", lambda g, am: ((g * am)[:, 0] / am.sum(1)).sum(0)),
     P("count of what is hidden", "b+ s-", lambda am: (1 - am).sum(1)),
     P("positions from a mask", "b+ s+", lambda am, table: F.embedding((am.cumsum(1) * am) % 11, table)),
     P("length from a mask", "b+ s+", lambda x, am: x * am.sum(1)[:, None, None]),
