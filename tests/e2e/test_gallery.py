@@ -16,7 +16,7 @@ from tests.e2e.one_argument import difference, tensors_of
 from tests.observed import calls_with_graph
 
 #: Their rows in the index come with figures.
-NOT_MEASURED = {"parakeet", "dac", "hifi_gan", "sentence_embeddings", "peft", "vae", "qwen3_vl"}
+NOT_MEASURED = {"parakeet", "qwen3_vl"}
 
 
 def check_calls(names: Namespace) -> None:

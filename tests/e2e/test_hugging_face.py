@@ -55,7 +55,8 @@ def check_counts(runtime: gp.GraphRuntime, mode: CUDAGraphMode, calls: Mapping[A
     found = {
         (region, sizes_of(key)): (c.warmed, c.captured, c.replayed) for (region, _, key), c in runtime.counts().items()
     }
-    assert found == {(region, sizes_of(key)): (1, 1, 1 + times) for key, times in calls.items() for region in regions}
+    expected = {(region, sizes_of(key)): (1, 1, 1 + times) for key, times in calls.items() for region in regions}
+    assert found == expected, runtime.report()
 
 
 def sizes_of(key: BatchDescriptor) -> tuple[int, int | None]:

@@ -68,6 +68,9 @@ def test_the_ladder_takes_little_more_than_its_largest_budget_and_as_estimated()
     assert manager.get_cumulative_stats().pool_bytes == 0
 
 
+@pytest.mark.xfail(
+    torch.__version__ < "2.13", reason="a pool without graphs cannot be captured into, see docs/testing.md"
+)
 def test_a_pool_is_shared_also_after_weights_were_replaced() -> None:
     pool = torch.cuda.graph_pool_handle()
     encoder = toy.ToyEncoder()
