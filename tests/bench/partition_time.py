@@ -33,7 +33,7 @@ ATTENTION = "graphpass_bench::attention"
 
 # The steps of partition(), by the name under which graphpass.regions.split calls them.
 PHASES = {
-    "_copy": "copy",
+    "uncompiled_copy": "copy",
     "annotate": "annotate",
     "sizes_as_symbols": "sizes",
     "tuples_unpacked": "tuples",
