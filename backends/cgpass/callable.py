@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cgpass.autodispatch import AutoDispatcher
-from cgpass.keyrules import calls_collectives, nodes_of
+from cgpass.keyrules import calls_collectives, nodes_of, reads_real_sizes
 from cgpass.wrappers import CallableGraphs, CompiledGraph
 from graphpass.capture.replay import ReplayPlan
 from graphpass.capture.runtime import GraphRuntime
@@ -43,6 +43,9 @@ class GraphedCallable:
             if settings.ranks is not None:
                 runtime.lockstep[self.name] = runtime.owned(LockstepGroups).of(list(nodes_of(graph.partition)))
         self._arguments, self._appended = graph.arguments, graph.appended
+        if graph.appended is not None and graph.appended.sizes is not None:
+            # guard: real_sizes_that_are_read
+            graph.appended.sizes.is_read = reads_real_sizes(graph.partition, graph.traces)
         reads = graph.arguments.reads
         self._num_passed = len(reads) if reads == tuple((p, None) for p in range(len(reads))) else None
         self._modes = settings.runtime_modes()

@@ -64,7 +64,7 @@ class RealSizes:
             if not self.is_read:
                 memory.mark_static_address(vector)
             if not memory.is_capturing_stream(self._device):  # guard: real_sizes_of_a_users_capture
-                self._vectors[sizes] = vector
+                vector = self._vectors.setdefault(sizes, vector)  # guard: real_sizes_of_threads
         return vector
 
 

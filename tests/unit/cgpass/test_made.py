@@ -248,6 +248,20 @@ def test_real_sizes_of_a_users_capture_are_not_kept(monkeypatch: pytest.MonkeyPa
     assert first is second is not captured
 
 
+def test_calls_that_make_the_vector_at_once_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph has recorded its address, so it cannot be exchanged by a thread that was late."""
+    sizes, x, cat = extrainputs.RealSizes({sympy.Symbol("s0"): (0, 0)}, torch.device("cpu")), torch.zeros(3), torch.cat
+    sizes.is_read, others = False, list[torch.Tensor]()
+
+    def meanwhile(parts: list[torch.Tensor]) -> torch.Tensor:
+        monkeypatch.undo()
+        others.append(sizes.of([x]))
+        return cat(parts)
+
+    monkeypatch.setattr(torch, "cat", meanwhile)
+    assert sizes.of([x]) is sizes.of([x]) is others[0]
+
+
 # -- calls under a context ---------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 from typer.testing import CliRunner
 
 import graphpass as gp
+from cgpass.extrainputs import RealSizes
 from graphpass.cli.app import app
 from graphpass.ledger import Reason
 from graphpass.regions.execute import value_of
@@ -65,6 +66,33 @@ def test_a_start_in_one_process_loads_what_another_one_saved(kind: str, tmp_path
     saved = start(kind, "aot_eager", tmp_path)
     torch.compiler.reset()
     assert_loaded(kind, saved, start(kind, "aot_eager", tmp_path))
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@SAVES_AOT_EAGER
+def test_a_loaded_graph_takes_real_sizes_only_where_a_region_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, of = list[RealSizes](), RealSizes.of
+
+    def watched(self: RealSizes, args: Sequence[Any]) -> torch.Tensor:
+        sizes.append(self)
+        return of(self, args)
+
+    monkeypatch.setattr(RealSizes, "of", watched)
+    for is_loaded in (False, True):
+        sizes.clear()
+        torch.compiler.reset()
+        given = {**OPTIONS, "compiler": "aot_eager", "dispatch": "auto", "warm_start": tmp_path}
+        fast = torch.compile(doubled, backend="cgpass", dynamic=True, options=given)
+        for rows in (4, 3, 2, 3):
+            assert fast(example(rows)).equal(doubled(example(rows)))
+        assert ("loaded from warm_start" in " ".join(gp.runtime_of(fast).notes)) is is_loaded
+        assert sizes
+        assert not any(one.is_read for one in sizes)
 
 
 @pytest.mark.parametrize(
