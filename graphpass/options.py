@@ -324,7 +324,7 @@ def _padding(value: Any) -> dict[str, PadRule]:
 
 
 _OF_THE_PROCESS = frozenset({"runtime", "warm_start", "progress", "dump_dir"})
-_SEE_OPTIONS = "see graphpass.options.Settings, which lists the options and their values"
+_SEE_OPTIONS = "see docs/options.md, which lists the options and their values"
 _VALUES: Mapping[str, tuple[object, ...]] = {
     "compiler": COMPILERS,
     "on_fallback": ("warn", "error", "silent"),

@@ -374,7 +374,7 @@ class Recorder:
             remedy=self._remedy(
                 error, refused, is_eager_inside=region != self.name and not hasattr(runnable, "uncompiled")
             ),
-            where=" ".join([*where, f"at {place}"] if place else where or [f"in {self.name}"]),
+            where=" ".join([*where, f"at {place.removeprefix('at ')}"] if place else where or [f"in {self.name}"]),
         ) from error
 
     def _remedy(self, error: Exception, refused: CaptureError | None, *, is_eager_inside: bool) -> str:

@@ -202,7 +202,7 @@ def replay_parts(figures: ReportFigures) -> Iterator[Part]:
 
 
 def _group_name(group: Sequence[CallableRecord]) -> str:
-    return group[0].name if len(group) == 1 else f"{group[0].name} and {len(group) - 1} alike"
+    return group[0].name if len(group) == 1 else f"{group[0].name} and {len(group) - 1} more alike"
 
 
 def _key_rows(figures: ReportFigures, names: dict[str, str]) -> tuple[tuple[str, ...], ...]:

@@ -235,7 +235,7 @@ def piece_keys(name: str) -> Pieces:
 def unserved_tower(expected: str, found: str, tower: object = None) -> EncoderConfigError:
     """The error for a tower that no adapter serves."""
     problem = f"there is no adapter for this {'tower' if tower is None else type(tower).__name__}"
-    remedy = "implement the protocol for it: docs/encoder_protocol.md"
+    remedy = "implement the protocol for it (docs/encoder_protocol.md), or use torch.compile(tower, backend='cgpass')"
     return EncoderConfigError(problem, expected=expected, found=found, remedy=remedy)
 
 

@@ -243,6 +243,7 @@ def test_the_error_says_where_what_and_how_many_bytes(rig: Any) -> None:
     for text in ("g0.r3", "FULL 24 tokens", "OutOfMemoryError: no bytes left", "pool 0 bytes", "buffers 512 bytes"):
         assert text in str(failure.value)
     assert "at test_wrapper.py:" in str(failure.value)
+    assert failure.value.where.startswith("at test_wrapper.py:")
     assert isinstance(failure.value.__cause__, torch.OutOfMemoryError)
 
 

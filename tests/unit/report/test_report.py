@@ -130,7 +130,7 @@ def test_equal_graphs_are_folded() -> None:
     keys = [KeyUse(name, "FULL", {"batch": 4}, 1, 3, 3, real=9, padded=12) for name in (*names, last.name)]
     report = Report(ReportFigures("a model", callables=(*records, last), keys=tuple(keys)))
     assert report["Keys"].rows == (
-        ("g0 and 11 alike", "FULL", "batch=4", "12", "36", "36", "25.0%"),
+        ("g0 and 11 more alike", "FULL", "batch=4", "12", "36", "36", "25.0%"),
         ("g12", "FULL", "batch=4", "1", "3", "3", "25.0%"),
     )
     assert [row[0] for row in report["Regions"].rows] == ["g0.r0", "g0.r1", "g0.end", "g12.r0", "g12.r1"]
