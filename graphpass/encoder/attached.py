@@ -136,5 +136,5 @@ def _served(tower: nn.Module, attached: AttachedEncoder) -> nn.Module:
 
 
 def _unattached(expected: str, found: str) -> EncoderConfigError:
-    remedy = "detach() it first, or use EncoderCudaGraphManager.from_model(tower) beside the model"
+    remedy = "detach() the first; serve text by text.CausalLM, a tower by EncoderCudaGraphManager"
     return EncoderConfigError("the encoder cannot be attached", expected=expected, found=found, remedy=remedy)

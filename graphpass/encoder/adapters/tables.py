@@ -235,8 +235,12 @@ def piece_keys(name: str) -> Pieces:
 def unserved_tower(expected: str, found: str, tower: object = None) -> EncoderConfigError:
     """The error for a tower that no adapter serves."""
     problem = f"there is no adapter for this {'tower' if tower is None else type(tower).__name__}"
-    remedy = "implement the protocol for it (docs/encoder_protocol.md), or use torch.compile(tower, backend='cgpass')"
-    return EncoderConfigError(problem, expected=expected, found=found, remedy=remedy)
+    return EncoderConfigError(
+        problem,
+        expected=expected,
+        found=found,
+        remedy="implement docs/encoder_protocol.md, or torch.compile(tower, backend='cgpass')",
+    )
 
 
 def _tensors_of(arguments: Mapping[str, Any]) -> list[str]:
