@@ -105,6 +105,11 @@ MASKED = [
     P("signs of zeros of either sign", "b+ s-", lambda x, fm: torch.signbit(x * fm[..., None]).sum(1)),
     P("numbers below zeros, counted", "b+ s-", lambda g, fm: (g < fm).sum(1)),
     P("infinities of either sign", "b+ s-", lambda g, bias: (g * bias[:, 0, 0]).softmax(1)),
+    P(
+        "powers that are infinities of small numbers",
+        "b+ s-",
+        lambda g, m: (-g.pow((g * 0).masked_fill(~m, -1e5))).softmax(1),
+    ),
     P("masked product", "b+ s+", lambda g, m: g.masked_fill(~m, 1.0).prod(1)),
     P("product of what is filled with zero", "b+ s-", lambda g, m: g.masked_fill(~m, 0.0).prod(1)),
     P("masked logsumexp", "b+ s+", lambda g, m: g.masked_fill(~m, -INF).logsumexp(1)),
