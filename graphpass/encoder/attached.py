@@ -17,9 +17,20 @@ from graphpass.encoder.adapters.tables import GRID_KEY
 from graphpass.encoder.manager import EncoderCudaGraphManager
 from graphpass.encoder.options import EncoderOptions
 from graphpass.errors import EncoderConfigError
+from graphpass.ledger import Reason
 from graphpass.report import Report
 
 _ATTACHED = "_graphpass_attached"
+_TRAINED = Reason("a gradient is needed, or another model traces the call", is_expected=True)
+_NO_ITEMS = Reason("a call has no items", is_expected=True)
+_ASKS_MORE = Reason(
+    "the call asks the tower for more than its usual output, such as hidden states",
+    "detach(), and compile the tower itself: model.set_encoder(torch.compile(tower, backend='cgpass'), modality)",
+)
+_MOVED = Reason(
+    "the weights are on another device, or of another dtype, than at the capture",
+    "call manager.clear() and manager.capture() where they are now",
+)
 
 
 class AttachedEncoder:
@@ -57,21 +68,22 @@ class AttachedEncoder:
             children.update(known)
         raise _unattached(f"an encoder of {modality} that set_encoder replaces", "another module after set_encoder")
 
-    def items(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
-        """The items of a call; None if the stock tower has to run it."""
+    def items(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, torch.Tensor] | Reason:
+        """The items of a call, or why the stock tower has to run it."""
         more = {**dict(zip(self._names, args, strict=False)), **named}
         pixels, grids, weight = more.pop(self._names[0], None), more.pop(GRID_KEY, None), next(self._tower.parameters())
         asks_more = any(isinstance(v, torch.Tensor) or (v and name.startswith("output_")) for name, v in more.items())
         needs_grad = operators.needs_grad((pixels, *self._tower.parameters()))
-        # guard: attached_encoder_grad
-        if needs_grad or asks_more or more.get("return_dict") is False or torch.compiler.is_compiling():
-            return None
-        if (weight.device, weight.dtype) != self.manager.place or not isinstance(pixels, torch.Tensor):
-            return None
+        if needs_grad or torch.compiler.is_compiling():  # guard: attached_encoder_grad
+            return _TRAINED
+        if asks_more or more.get("return_dict") is False or not isinstance(pixels, torch.Tensor):
+            return _ASKS_MORE
+        if (weight.device, weight.dtype) != self.manager.place:
+            return _MOVED
         found = {"pixel_values": pixels}
         if grids is not None:
             found = {"pixel_values": pixels.reshape(-1, *self._adapter.row_shape), GRID_KEY: grids.cpu()}
-        return found if len(found["pixel_values"]) else None
+        return found if len(found["pixel_values"]) else _NO_ITEMS
 
 
 def attach(
@@ -120,7 +132,8 @@ def _served(tower: nn.Module, attached: AttachedEncoder) -> nn.Module:
     @functools.wraps(stock.forward)
     def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
         items = attached.items(args, named)
-        if items is None:
+        if isinstance(items, Reason):
+            attached.manager.count_stock_call(items)
             return stock.forward(self, *args, **named)
         return attached._adapter.as_output(attached.manager.execute_together(items))
 

@@ -106,7 +106,7 @@ class EncoderStats:
                 for budget in self.budgets
                 for key in [budget.captured.descriptor]
             ),
-            uncaptured=self._eager(is_enabled),
+            uncaptured=(*(use for use in figures.uncaptured if use.subject == "encoder"), *self._eager(is_enabled)),
             traffic=(sizes,) if self.histogram else (),
             costs=replace(
                 figures.costs,

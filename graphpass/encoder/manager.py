@@ -39,7 +39,7 @@ from graphpass.encoder.protocol import (
 from graphpass.encoder.sharding import encoded_by_all
 from graphpass.errors import CaptureError, EncoderConfigError, positive
 from graphpass.keys import CUDAGraphMode
-from graphpass.ledger import Ledger
+from graphpass.ledger import Ledger, Reason
 from graphpass.ranks.group import DataParallelAgreement
 from graphpass.report import Report
 from graphpass.serving.estimate import NOTHING_ESTIMATED, MemoryEstimate
@@ -317,6 +317,11 @@ class EncoderCudaGraphManager:
         stats, adapts = self.get_cumulative_stats(), bool(self._recurring())
         figures = stats.figures(self.runtime, graphs, name, is_enabled=is_enabled, adapts=adapts)
         return Report(replace(figures, kernels=self._kernels))
+
+    def count_stock_call(self, reason: Reason) -> None:
+        """Count a call that an attached model's own tower has to run; the first one of each reason is a warning."""
+        if self.runtime.ledger.without_graph("encoder", reason).count_call(reason) and not reason.is_expected:
+            self.runtime.warn(f"the stock tower runs: {reason.why}", reason.remedy, at="encoder", is_recorded=True)
 
     def _encoded(self, items: EncoderItems) -> tuple[Outputs, Sequence[EncoderItemSpec]]:
         if self._agreement is None:

@@ -80,6 +80,7 @@ def test_image_features_are_the_towers_in_every_field(vlm: Vlm) -> None:
     assert attached.manager.get_cumulative_stats().hits == 4
     assert "hidden_states" in features(model, prompt, output_hidden_states=True)
     assert attached.manager.get_cumulative_stats().requests == 1, "the stock tower runs for more than its usual output"
+    assert "such as hidden states" in str(attached.report())
 
 
 def test_the_model_is_saved_loaded_moved_and_copied_as_before() -> None:
