@@ -57,7 +57,7 @@ def forward(self: Any, pixels: torch.Tensor, grid_thw: torch.Tensor) -> torch.Te
 @pytest.mark.parametrize(
     ("tower", "text"),
     [
-        *((tower, r"takes grid_thw.*implement the protocol") for tower in (torch.nn.Linear(2, 2), None, "qwen")),
+        *((tower, r"takes grid_thw.*encoder_protocol") for tower in (torch.nn.Linear(2, 2), None, "qwen")),
         (module(forward, embed=nn.Linear(8, 8)), "there is no adapter for this.*named outputs"),
     ],
 )
