@@ -158,11 +158,11 @@ def bags_of_rows(
     table: Tensor,
     ids: Tensor,
     offsets: Tensor,
-    by_count: bool = False,
+    _by_count: bool = False,
     mode: int = 0,
-    is_sparse: bool = False,
+    _is_sparse: bool = False,
     weights: Tensor | None = None,
-    has_end: bool = False,
+    _has_end: bool = False,
     skipped: int = -1,
 ) -> tuple[Tensor | None, ...]:
     """Bags of equal lengths, one behind the other: the rows that each names, added or averaged, or the greatest."""
