@@ -160,7 +160,7 @@ class AutoDispatcher:
         off = self._rules.off
         if off is not None:
             return off if off.is_expected else self._unless_error(off)
-        if self._is_on_cpu and self._is_beside_a_gpu():
+        if self._is_beside_a_gpu():
             return ON_THE_CPU
         lease, scopes = self._runtime.lease, self._runtime.scopes
         is_busy = scopes.is_any_open() if scope is None else scope.is_automatic

@@ -50,16 +50,13 @@ class RealSizes:
 
     def of(self, args: Sequence[Any]) -> torch.Tensor:
         """The vector for a call with these arguments."""
-        sizes = symbolic.sizes_at(self._places, args) if self.is_read else ()
+        sizes = symbolic.sizes_at(self._places, args) if self.is_read else (0,) * len(self._places)
         vector = self._vectors.get(sizes)  # guard: real_size_of_the_call
         if vector is None:
             if len(self._vectors) >= _MAX_REMEMBERED:
                 self._vectors.clear()
             with torch.inference_mode(False), torch.no_grad():
-                parts = [
-                    torch.full((1,), size, dtype=torch.int32, device=self._device)
-                    for size in sizes or (0,) * len(self._places)
-                ]
+                parts = [torch.full((1,), size, dtype=torch.int32, device=self._device) for size in sizes]
                 vector = torch.cat(parts)
             if not self.is_read:
                 memory.mark_static_address(vector)

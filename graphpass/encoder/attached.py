@@ -24,12 +24,12 @@ _ATTACHED = "_graphpass_attached"
 _TRAINED = Reason("a gradient is needed, or another model traces the call", is_expected=True)
 _NO_ITEMS = Reason("a call has no items", is_expected=True)
 _ASKS_MORE = Reason(
-    "the call asks the tower for more than its usual output, such as hidden states",
+    "the call passes or asks for more than graphs serve, such as hidden states",
     "detach(), and compile the tower itself: model.set_encoder(torch.compile(tower, backend='cgpass'), modality)",
 )
 _MOVED = Reason(
     "the weights are on another device, or of another dtype, than at the capture",
-    "call manager.clear() and manager.capture() where they are now",
+    "detach(), and attach the model where it is now",
 )
 
 

@@ -105,6 +105,7 @@ def test_the_model_is_saved_loaded_moved_and_copied_as_before() -> None:
     in_double = features(model, {**prompt, "pixel_values": prompt["pixel_values"].double()})
     assert in_double.pooler_output[0].dtype == torch.float64
     assert attached.manager.get_cumulative_stats().requests == 0
+    assert "the weights are on another device" in str(attached.report())
     model.to(torch.float32)
     assert_equal_features(features(model, prompt), expected)
     assert attached.manager.get_cumulative_stats().hits == 2
