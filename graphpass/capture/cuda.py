@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import logging
 import statistics
 import threading
 import time
@@ -19,6 +20,8 @@ import torch
 
 from graphpass.compat import memory
 from graphpass.compat.driver import checked, driver
+
+_log = logging.getLogger("graphpass")
 
 PoolId = tuple[int, int]
 _TIMED_REPLAYS = 3
@@ -75,11 +78,18 @@ class CudaDevice:
         self._recording = RecordingStream(self.device)
         try:
             self._recording.take_workspaces(self._pool)
-        except BaseException:
+        except BaseException as error:
+            is_given = self._pool == self._given_pool
             self._retire_pool()
             self._drop_stream()
             self._take_out_of_capture(())
-            raise
+            if not is_given or not isinstance(error, RuntimeError):
+                raise
+            # Some releases of torch refuse a pool whose graphs are all gone.
+            _log.warning(
+                "graph_pool %s takes no more graphs, these get a pool of their own: %s", self._given_pool, error
+            )
+            self.open()
 
     def warm_up(self, body: Callable[[], Any]) -> Callable[[], float | None]:
         """Run ``body`` once on the device, and drop its results; returns a function for its seconds, like ``timed``."""

@@ -31,10 +31,18 @@ from graphpass.padding.values import (
     cast_pad,
     is_extreme,
     is_finite,
+    is_number,
     shown,
 )
 
 # --- attention: padded keys need a mask or causal order
+
+_HIDE_WITH_INFINITY = (
+    "pass a mask of numbers that holds -inf where it hides (cuDNN's attention adds -65504 where a mask is False), or do"
+    " not split the graph at this attention: in a captured region graphpass adds -inf. A row whose keys all get one"
+    " number attends to them, and to padding"
+)
+"""The remedy where the hidden keys get a finite number."""
 
 
 def attention(call: OpCall) -> Returned:
@@ -140,7 +148,8 @@ def _check_hidden(call: OpCall, query: PaddedValue, keys: Factors, mask: PaddedV
         if not is_causal:
             contents = "" if pad is None else f" (its padding holds {getattr(pad, 'value', pad)})"
             why = f"attends to padded keys: the mask does not hide them{contents}"
-            raise call.refuse(why, at_fault, HIDE_PADDING)
+            is_low = mask.dtype is not torch.bool and is_number(pad) and pad < 0  # type: ignore[operator]
+            raise call.refuse(why, at_fault, _HIDE_WITH_INFINITY if is_low else HIDE_PADDING)
     if is_causal and query.factors[-2] == keys and call.sizes.starts_clean(keys):
         call.assumptions.add(ALL_FINITE)
         return

@@ -11,12 +11,14 @@ import torch
 
 import graphpass as gp
 from graphpass import BatchDescriptor, CUDAGraphMode
-from tests.e2e.hugging_face import CPU, CUDA, Place, difference, far_from_initial
+from tests.e2e.hugging_face import CPU, Place, difference, far_from_initial
 from tests.e2e.stock_encoders import ENCODERS
 
 PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 CAPTURE_SEED, REPLAY_SEED = 1, 2
 """A graph is captured with one content and replayed with another, so that a stale result is a wrong one."""
+GPU32 = Place("cuda", torch.float32, 1e-4)
+"""In 16 bits cuDNN's attention adds -65504 where a mask is False: cut there, lengths are not padded."""
 SDPA = "torch.nn.functional.scaled_dot_product_attention"
 NUM_LAYERS = 2
 LADDERS = {"BertModel": {"num_reqs": [3, 6], "seq_len": [8, 16]}, "ViTModel": {"num_reqs": [3, 6]}}
@@ -70,7 +72,7 @@ def sizes_of(key: BatchDescriptor) -> tuple[int, int | None]:
     [
         ("BertModel", "eager", CPU),
         pytest.param("ViTModel", "eager", CPU, marks=pytest.mark.route("graphed")),
-        pytest.param("BertModel", "inductor", CUDA, marks=pytest.mark.cuda),
+        pytest.param("BertModel", "inductor", GPU32, marks=pytest.mark.cuda),
     ],
     ids=["bert", "vit", "bert on a GPU"],
 )

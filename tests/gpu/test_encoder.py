@@ -68,18 +68,23 @@ def test_the_ladder_takes_little_more_than_its_largest_budget_and_as_estimated()
     assert manager.get_cumulative_stats().pool_bytes == 0
 
 
-@pytest.mark.xfail(
-    torch.__version__ < "2.13", reason="a pool without graphs cannot be captured into, see docs/testing.md"
-)
-def test_a_pool_is_shared_also_after_weights_were_replaced() -> None:
+@pytest.mark.parametrize("replaces_weights", [False, True])
+def test_a_pool_is_shared(caplog: pytest.LogCaptureFixture, *, replaces_weights: bool) -> None:
+    """Also after weights were replaced, unless torch refuses a pool without graphs, as 2.11 does, with a warning."""
     pool = torch.cuda.graph_pool_handle()
     encoder = toy.ToyEncoder()
     manager = made(encoder, capture=False)
     manager.capture(graph_pool=pool)
+    count = len(manager.get_cumulative_stats().budgets)
     items = on_gpu(toy.MIXED)
-    for _ in range(2):
-        assert_same(manager.execute(items), toy.one_by_one(encoder, items))
-        pools = {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()}
-        assert tuple(pool) in pools
+    if replaces_weights:
         encoder.tower.embed.weight = torch.nn.Parameter(encoder.tower.embed.weight.detach() * 2)
+    assert_same(manager.execute(items), toy.one_by_one(encoder, items))
+    pools = {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()}
+    is_refused = "takes no more graphs" in caplog.text
+    assert is_refused is (tuple(pool) not in pools)
+    assert replaces_weights or not is_refused
+    assert len(manager.get_cumulative_stats().budgets) == count
     manager.clear()
+    if is_refused:
+        pytest.xfail("a segment of the refused pool stays allocated, see docs/testing.md")

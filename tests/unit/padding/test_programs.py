@@ -72,3 +72,18 @@ def test_the_tables_show_what_they_name() -> None:
     assert min(verdicts.count(verdict) for verdict in Verdict) >= 15
     assert all(len(table) >= 9 for table in TABLES.values())
     assert sum(len(program.cautious | program.by_kernel) for program in PROGRAMS) <= 0.1 * len(verdicts)
+
+
+def test_the_remedy_for_keys_hidden_by_a_finite_number_is_minus_infinity() -> None:
+    """cuDNN's attention adds such a number where a mask is False: to declare the mask changes nothing."""
+
+    def attends(x: torch.Tensor, am: torch.Tensor) -> torch.Tensor:
+        heads, hidden = x[:, None], ((1 - am[:, None, None]) * -65504.0).to(x.dtype)
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return kernel(heads, heads, heads, 0.0, False, attn_mask=hidden)[0]
+
+    traced = trace(attends)
+    proof = padding_of(traced.graph, traced.symbols, traced.declared)
+    assert proof.verdicts["s"] is Verdict.UNPROVED
+    (remedy,) = {finding.remedy for finding in proof.findings if finding.field == "s"}
+    assert remedy.startswith("pass a mask of numbers that holds -inf where it hides")
