@@ -83,11 +83,13 @@ class CudaDevice:
             self._retire_pool()
             self._drop_stream()
             self._take_out_of_capture(())
-            if not is_given or not isinstance(error, RuntimeError):
+            if not is_given or type(error) is not RuntimeError:  # its subclasses are out of memory, a failed device
                 raise
             # Some releases of torch refuse a pool whose graphs are all gone.
             _log.warning(
-                "graph_pool %s takes no more graphs, these get a pool of their own: %s", self._given_pool, error
+                "graph_pool %s takes no more graphs, these get a pool of their own: keep a graph in it (%s)",
+                self._given_pool,
+                error,
             )
             self.open()
 

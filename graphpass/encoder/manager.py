@@ -156,7 +156,8 @@ class EncoderCudaGraphManager:
         A budget whose capture fails gets no graph: its batches replay a larger budget or run eagerly.
 
         Args:
-            graph_pool: a CUDA graph pool to share (``torch.cuda.graph_pool_handle()``); None: a new pool.
+            graph_pool: a CUDA graph pool to share (``torch.cuda.graph_pool_handle()``), or if torch refuses it
+                once its graphs are gone, with a warning a new one; None: a new pool.
 
         Raises:
             CaptureError: the encoder is already captured.

@@ -148,7 +148,7 @@ def _check_hidden(call: OpCall, query: PaddedValue, keys: Factors, mask: PaddedV
         if not is_causal:
             contents = "" if pad is None else f" (its padding holds {getattr(pad, 'value', pad)})"
             why = f"attends to padded keys: the mask does not hide them{contents}"
-            is_low = mask.dtype is not torch.bool and is_number(pad) and pad < 0  # type: ignore[operator]
+            is_low = is_number(pad) and pad < 0  # type: ignore[operator]
             raise call.refuse(why, at_fault, _HIDE_WITH_INFINITY if is_low else HIDE_PADDING)
     if is_causal and query.factors[-2] == keys and call.sizes.starts_clean(keys):
         call.assumptions.add(ALL_FINITE)

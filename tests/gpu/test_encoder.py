@@ -77,13 +77,14 @@ def test_a_pool_is_shared(caplog: pytest.LogCaptureFixture, *, replaces_weights:
     manager.capture(graph_pool=pool)
     count = len(manager.get_cumulative_stats().budgets)
     items = on_gpu(toy.MIXED)
+    assert_same(manager.execute(items), toy.one_by_one(encoder, items))
     if replaces_weights:
         encoder.tower.embed.weight = torch.nn.Parameter(encoder.tower.embed.weight.detach() * 2)
-    assert_same(manager.execute(items), toy.one_by_one(encoder, items))
+        assert_same(manager.execute(items), toy.one_by_one(encoder, items))
     pools = {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()}
     is_refused = "takes no more graphs" in caplog.text
     assert is_refused is (tuple(pool) not in pools)
-    assert replaces_weights or not is_refused
+    assert not is_refused or (replaces_weights and torch.__version__ < "2.13")
     assert len(manager.get_cumulative_stats().budgets) == count
     manager.clear()
     if is_refused:
